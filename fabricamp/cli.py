@@ -213,7 +213,8 @@ def _reader_may_leave() -> Iterator[None]:
     """A context for long output: if the reader of stdout ends early, as ``head`` does, the rest is dropped without an error."""
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:
         # At exit Python flushes what is left in the buffer, which would fail again.
         nowhere = os.open(os.devnull, os.O_WRONLY)

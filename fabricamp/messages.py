@@ -6,6 +6,7 @@ import logging
 import shutil
 import sys
 import textwrap
+from typing import TextIO
 
 
 class _InformingLogger(logging.Logger):
@@ -37,7 +38,7 @@ class _PlainLines(logging.Handler):
         text = super().format(record)
         if record.levelno > logging.INFO:
             text = f"fabricamp: {text}"
-        if not sys.stderr.isatty():
+        if not is_terminal(sys.stderr):
             return text
         width = max(shutil.get_terminal_size().columns, 20)
         return "\n".join(line if len(line) <= width else _broken(line, width) for line in text.splitlines())
@@ -48,11 +49,19 @@ def _broken(line: str, width: int) -> str:
     return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
+def is_terminal(stream: TextIO | None) -> bool:
+    """Returns whether ``stream`` is a terminal; a service has none at all, and a program's own object may not know."""
+    try:
+        return stream is not None and stream.isatty()
+    except (AttributeError, ValueError):  # no such method, or closed
+        return False
+
+
 def on_screen() -> bool:
     """Returns whether stdout is a terminal or a notebook, which can show tables and bars."""
     from rich import get_console
 
-    return sys.stdout.isatty() or get_console().is_jupyter
+    return is_terminal(sys.stdout) or get_console().is_jupyter
 
 
 def level() -> int:

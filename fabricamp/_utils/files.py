@@ -8,6 +8,18 @@ from pathlib import Path
 from typing import IO
 
 
+def keep_standard_descriptors() -> None:
+    """Opens the null device as stdin, stdout and stderr where they are closed, as in a service.
+
+    The next file would get the number, and a checkpoint then has the warnings in it that libraries write to stderr by number.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+
+
 def mode_of(*, private: bool) -> int:
     """Returns the permissions to create a file with, before the process's umask."""
     return 0o600 if private else 0o666

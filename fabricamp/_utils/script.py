@@ -37,7 +37,7 @@ def run_as_main(arguments: list[str], command: str, what: str, prepare: Callable
         del rest[0]
     if not rest or rest[0] in ("-h", "--help"):
         usage = f"usage: python -m {command} script.py [arguments]\n       python -m {command} -m module [arguments]"
-        (sys.stdout if rest else sys.stderr).write(f"{usage}\n\n{what}\n")
+        print(f"{usage}\n\n{what}", file=sys.stdout if rest else sys.stderr)
         sys.exit(0 if rest else 2)
     if not named:
         _check_script(rest[0], command)
@@ -146,7 +146,7 @@ def _missing(name: str) -> str:
 
 
 def _refuse(command: str, problem: str) -> NoReturn:
-    sys.stderr.write(f"python -m {command}: {problem}\n")
+    print(f"python -m {command}: {problem}", file=sys.stderr)
     sys.exit(2)
 
 

@@ -11,6 +11,8 @@ from io import StringIO
 from time import monotonic
 from typing import TYPE_CHECKING, TextIO
 
+from fabricamp.messages import is_terminal
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -208,7 +210,7 @@ class TerminalRenderer(_LiveRenderer):
             auto_refresh=False,
             transient=True,
             redirect_stdout=True,
-            redirect_stderr=sys.stderr.isatty(),
+            redirect_stderr=is_terminal(sys.stderr),
         )
         streams = sys.stdout, sys.stderr
         self._live.start()
@@ -330,5 +332,5 @@ def open_renderer(interval: float) -> Renderer:
     if get_console().is_jupyter:
         # A notebook drops what a worker process displays.
         return NotebookRenderer(interval) if multiprocessing.parent_process() is None else Renderer()
-    in_terminal = sys.stdout.isatty() and os.environ.get("TERM", "") not in {"", "dumb", "unknown"}
+    in_terminal = is_terminal(sys.stdout) and os.environ.get("TERM", "") not in {"", "dumb", "unknown"}
     return TerminalRenderer(interval) if in_terminal else Renderer()

@@ -46,8 +46,9 @@ def run_agent(
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # as in a service
+            stream.flush()
     with _variables(num_processes, method, folder):
         spec = _worker_spec(num_processes, entrypoint, args)
         # torch 2.11 has no such argument, and waits for 30 seconds.

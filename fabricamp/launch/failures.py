@@ -173,7 +173,8 @@ def _record_for_starter(_kind: type[BaseException], error: BaseException, trace:
 
 
 def _show_message_first(_kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    sys.stderr.write(error_text(error.with_traceback(trace)))
+    if sys.stderr is not None:
+        sys.stderr.write(error_text(error.with_traceback(trace)))
 
 
 TERMINATED = 128 + signal.SIGTERM

@@ -48,7 +48,7 @@ def run_script(num_processes: int) -> NoReturn:
         sys.exit(0)
     if outcome.interrupts and not cause.trace:
         sys.exit(128 + signal.SIGINT)
-    if not cause.on_request:
+    if not cause.on_request and sys.stderr is not None:
         sys.stderr.write(cause.report())
     sys.exit(cause.shell_code())
 

@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any, Never
 
 from fabricamp import launch
+from fabricamp._utils.files import keep_standard_descriptors
 from fabricamp.arguments.private_methods import refuse_private_methods
 from fabricamp.cuda_graph import check_cuda_graph
 from fabricamp.engine.ckpt_path import best_of_last_fit
@@ -371,6 +372,7 @@ class Trainer(TrainerProperties):
         **options: bool,
     ) -> Any:
         """Runs fit, validate, test or predict, in this process or in workers."""
+        keep_standard_descriptors()
         runner = self._runner
         given = module
         module, source = runner.check_call(fn, module, train, evaluation, datamodule)

@@ -151,7 +151,7 @@ def exit_now(code: int) -> NoReturn:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # none at all, gone, or closed
             stream.flush()
 
 

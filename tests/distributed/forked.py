@@ -119,7 +119,8 @@ def _work(folder, command, variables, streams, inherited, parent):
     if ended is not None and not isinstance(ended, SystemExit):
         sys.excepthook(type(ended), ended, ended.__traceback__)
     atexit._run_exitfuncs()
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     if isinstance(ended, KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)

@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given:
-        sys.stderr.write("usage: python -m fabricamp.apex.parallel.multiproc script [--world-size N] [arguments]\n")
+        print("usage: python -m fabricamp.apex.parallel.multiproc script [--world-size N] [arguments]", file=sys.stderr)
         return 2
     if "--world-size" in given:
         world_size = int(given[given.index("--world-size") + 1])
