@@ -85,7 +85,11 @@ def main():
         open(f"result{os.environ.get('RANK', '')}.json", "w").write(json.dumps(results))
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BaseException as error:
+        open(f"ended{os.environ.get('RANK', '')}", "w").write(type(error).__name__)
+        raise
 """
 
 
@@ -190,6 +194,8 @@ def test_ctrl_c_is_left_to_rank_zero(tmp_path):
         end(process)
     assert code == 130, (out, err)
     assert "Traceback" not in err
+    # Rank 1 ends with rank 0, whose run ends in the usual way: if it ended first, rank 0 would be killed.
+    assert (tmp_path / "ended1").read_text() == "SystemExit"
 
 
 def test_another_number_is_refused_within_a_run_and_by_other_launchers():

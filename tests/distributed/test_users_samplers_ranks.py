@@ -446,9 +446,9 @@ def evaluated():
     for name, make in MAKES.items():
         if name == "batches as a sampler":
             continue
-        seed_all(3)
-        module = Records()
         several = dist.is_initialized()
+        seed_all(3 + dist.get_rank() if several else 3)
+        module = Records()
         trainer = quiet_trainer(strategy="ddp" if several else "single", devices="auto")
         trainer.test(module, make(), verbose=False)
         tested = module.evaluated
