@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
-import zlib
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 
-from fabricamp._utils.files import sync
-from fabricamp._utils.types import StateDict
-from fabricamp.loggers.append_file import AppendFile
-from fabricamp.loggers.row_file import Content, ReadRows, RowFileLogger, Rows
+from fabricamp.loggers.row_file import STEP, Content, Line, NoRowsError, ReadRow, RowFileLogger, Rows, has_step
 
 
 class CSVLogger(RowFileLogger):
@@ -33,61 +28,75 @@ class CSVLogger(RowFileLogger):
     """
 
     FILE = "metrics.csv"
+    EXTENT = "rows"
 
     _columns: Sequence[str] = ()
     """The columns of the file, once the file was read."""
 
-    def _read(self) -> tuple[ReadRows, int]:
-        self._columns, rows = _read(self.metrics_file)
-        return rows, self._digest(rows, 0)
+    def _lines(self, content: bytes) -> Iterator[Line]:
+        lines = content.splitlines(keepends=True)
+        columns, end = _columns_of(lines)
+        self._columns = columns
+        position = sum(map(len, lines[:end]))
+        for line in lines[end:]:
+            position += len(line)
+            if line.strip():
+                row = _row(line, columns)
+                yield Line(row, b"" if row is None else self._counted(row), position)
 
-    def _digest(self, rows: ReadRows, before: int) -> int:
-        for row in rows:
-            texts = sorted((name, "" if value is None else str(value)) for name, value in row.items())
-            before = zlib.crc32("\n".join(f"{name}={text}" for name, text in texts if text).encode(), before)
-        return before
+    def _text_of(self, lines: Iterable[Line]) -> bytes:
+        rows = [line.row for line in lines if line.row is not None]  # first: this reads the columns
+        return _text(self._columns, [_header(self._columns), *rows]) if self._columns else b""
 
     def _extent(self, content: Content, rows: Rows) -> dict[str, int]:
-        return {"rows": content.rows + len(rows)}
+        return {self.EXTENT: content.rows + len(rows)}
 
-    def _take_back(self, content: Content, state_dict: StateDict) -> None:
-        if content.rows <= state_dict["rows"]:
-            return
-        rows = _read(self.metrics_file)[1][: state_dict["rows"]]
-        digest = self._digest(rows, 0)
-        if digest == state_dict["digest"]:
-            self._rewrite(self._columns, rows)
-            self._content = Content().plus(rows, self._file.size, digest)
+    def _counted(self, row: ReadRow) -> bytes:
+        texts = sorted((name, "" if value is None else str(value)) for name, value in row.items())
+        return "\n".join(f"{name}={text}" for name, text in texts if text).encode()
 
     def _write(self, rows: Rows) -> None:
         columns = self._columns if self._file.size else ()
         wanted = list(dict.fromkeys([*columns, *(name for row in rows for name in row)]))
-        if wanted != list(columns):
-            self._rewrite(wanted, _read(self.metrics_file)[1] if self._file.size else [])
-        self._file.append(_text(wanted, rows))
-
-    def _rewrite(self, columns: Sequence[str], rows: ReadRows) -> None:
-        """Replaces the file by one with these columns and rows."""
-        path = self.metrics_file
-        new = AppendFile(path.with_name(f".{path.name}.partial"))
-        try:
-            new.append(_text(columns, [dict(zip(columns, columns, strict=True)), *rows]))
-            sync(new.path)
-            new.path.replace(path)
-        finally:
-            new.path.unlink(missing_ok=True)
-        self._columns = columns
-        self._file = AppendFile(path, new.size)
+        if not self._file.size:
+            self._file.append(_text(wanted, [_header(wanted), *rows]))
+        else:
+            if wanted != list(columns):
+                written = [line.row for line in self._lines(self._file.read()) if line.row is not None]
+                self._file.replace(_text(wanted, [_header(wanted), *written]))
+            self._file.append(_text(wanted, rows))
+        self._columns = wanted
 
 
-def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Returns the columns and rows of the file."""
-    with path.open(newline="", encoding="utf-8") as text:
-        reader = csv.DictReader(text)
-        return list(reader.fieldnames or ()), list(reader)
+def _header(columns: Sequence[str]) -> dict[str, str]:
+    return dict(zip(columns, columns, strict=True))
 
 
-def _text(columns: Sequence[str], rows: ReadRows) -> bytes:
+def _columns_of(lines: Sequence[bytes]) -> tuple[list[str], int]:
+    """Returns the columns and the number of lines that they take; raises :class:`NoRowsError` if rows cannot be read by them."""
+    reader = csv.reader((line.decode("utf-8-sig") for line in lines), strict=True)
+    try:
+        columns = next(reader, [])
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise NoRowsError(f"its first line cannot be read ({error})") from None
+    if lines and (STEP not in columns or len(set(columns)) < len(columns)):
+        raise NoRowsError(f"its first line does not name the columns of a log, {STEP!r} among them")
+    return columns, reader.line_num
+
+
+def _row(line: bytes, columns: Sequence[str]) -> dict[str, str] | None:
+    """Returns a line as a row; None if it is none.  A line alone: a quote that is not closed costs no further lines."""
+    if b"\0" in line:
+        return None
+    try:
+        fields = next(csv.reader([line.decode()], strict=True))
+    except (csv.Error, UnicodeDecodeError, StopIteration):
+        return None
+    row = dict(zip(columns, fields, strict=False))
+    return row if len(fields) <= len(columns) and has_step(row) else None
+
+
+def _text(columns: Sequence[str], rows: Sequence[ReadRow]) -> bytes:
     text = io.StringIO()
     csv.DictWriter(text, columns, lineterminator="\n").writerows(rows)
     return text.getvalue().encode()

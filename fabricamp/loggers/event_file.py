@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -128,16 +129,25 @@ class EventFile:
         resumed = next((path for path in others if path.name == name), None)
         if resumed is None or resumed.stat().st_size < size:
             return None
-        after = [event for path in others if path.name > name for event in read_events(path)]
-        after += read_events(resumed, since=size)
+        after = [event for path in others if path.name > name for event in self._readable(path)]
+        after += self._readable(resumed, since=size)
         steps = [event.step for event in after if event.HasField("summary")]
         if not steps:
             return []
-        before = [event for path in others if path.name < name for event in read_events(path)]
-        before += read_events(resumed, until=size)
+        before = [event for path in others if path.name < name for event in self._readable(path)]
+        before += self._readable(resumed, until=size)
         if file.size:
-            before += read_events(file.path)
+            before += self._readable(file.path)
         return purge(min(steps), before)
+
+    def _readable(self, path: Path, since: int = 0, until: int | None = None) -> list[WrittenEvent]:
+        """Returns the events of :func:`read_events` before the first that is damaged, at which TensorBoard stops too."""
+        events: list[WrittenEvent] = []
+        try:
+            events.extend(read_events(path, since, until))
+        except DecodeError:
+            self._lost(f"{path} is damaged after {len(events)} events", 0, ())
+        return events
 
     def _open(self) -> AppendFile:
         if self._file is not None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
-import os
 import time
-import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from fabricamp._utils.types import StateDict
-from fabricamp.loggers.row_file import STEP, Content, Row, RowFileLogger, Rows
+from fabricamp.loggers.row_file import STEP, Content, Line, Row, RowFileLogger, Rows, has_step
 
 
 class JSONLinesLogger(RowFileLogger):
@@ -32,28 +30,39 @@ class JSONLinesLogger(RowFileLogger):
     """
 
     FILE = "metrics.jsonl"
+    EXTENT = "bytes"
 
     def _row(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
         return {STEP: step, "time": round(time.time(), 3), **metrics}
 
-    def _read(self) -> tuple[Rows, int]:
-        content = self.metrics_file.read_bytes()
-        return [json.loads(line) for line in content.splitlines()], zlib.crc32(content)
+    def _lines(self, content: bytes) -> Iterator[Line]:
+        position = 0
+        for line in content.splitlines(keepends=True):
+            position += len(line)
+            # An editor may have changed the ends of lines, and put a byte order mark before the first one.
+            written = line.removeprefix(codecs.BOM_UTF8).strip() + b"\n"
+            yield Line(_row(written), written, position)
 
-    def _digest(self, rows: Rows, before: int) -> int:
-        return zlib.crc32(_text(rows), before)
+    def _text_of(self, lines: Iterable[Line]) -> bytes:
+        return b"".join(line.counted for line in lines if line.row is not None)
+
+    def _counted(self, row: Row) -> bytes:
+        return _text([row])
 
     def _extent(self, content: Content, rows: Rows) -> dict[str, int]:
-        return {"bytes": content.size + len(_text(rows))}
-
-    def _take_back(self, content: Content, state_dict: StateDict) -> None:
-        size = state_dict["bytes"]
-        if content.size > size and zlib.crc32(self.metrics_file.read_bytes()[:size]) == state_dict["digest"]:
-            os.truncate(self.metrics_file, size)
-            self._content = None
+        return {self.EXTENT: content.size + len(_text(rows))}
 
     def _write(self, rows: Rows) -> None:
         self._file.append(_text(rows))
+
+
+def _row(line: bytes) -> dict[str, float | str] | None:
+    """Returns a line as a row; None if it is none."""
+    try:
+        row = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and has_step(row) else None
 
 
 def _text(rows: Rows) -> bytes:

@@ -42,6 +42,10 @@ class LoggerErrors:
                 stacklevel=4,
             )
 
+    def say(self, text: str) -> None:
+        """Warns about something that costs no values from now on."""
+        warnings.warn(f"{self._name}: {text}", RuntimeWarning, stacklevel=4)
+
     def lose(self, rows: int, steps: Iterable[int]) -> None:
         """Counts ``rows`` rows of these steps as lost."""
         self._lost += rows

@@ -220,6 +220,7 @@ class RecordQueue(Generic[Content, Position]):
         self._weight = 0  # of all records
         self._write_is_queued = False
         self._losses: list[_Loss] = []
+        self._notices: list[str] = []
 
     # -- called by the training thread -------------------------------------------------------------------------------------------
 
@@ -298,6 +299,10 @@ class RecordQueue(Generic[Content, Position]):
         with self._lock:
             losses = self._losses
             self._losses = []
+            notices = self._notices
+            self._notices = []
+        for notice in notices:
+            errors.say(notice)
         for reason, rows, steps in losses:
             if reason:
                 errors.tell(reason)
@@ -365,6 +370,11 @@ class RecordQueue(Generic[Content, Position]):
         """Records that ``rows`` rows of these steps are lost from the disk."""
         with self._lock:
             self._losses.append(_Loss(reason, rows, steps))
+
+    def say(self, notice: str) -> None:
+        """Records a notice for :meth:`report`."""
+        with self._lock:
+            self._notices.append(notice)
 
 
 def in_time(call: Callable[[], Answer], seconds: float, whom: str) -> Answer:
