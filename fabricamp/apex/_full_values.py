@@ -38,12 +38,26 @@ class ScriptMasters(MasterWeights):
         flags = torch.stack([differ.to(differs[0].device) for differ in differs]).tolist() if differs else []
         return [tensor for (tensor, _), flag in zip(masters, flags, strict=True) if flag]
 
+    @torch.no_grad()
+    def refresh(self, tensors: Iterable[Tensor] | None = None) -> None:
+        """Copies the converted tensors into their fp32 values: all, or only ``tensors``."""
+        for tensor in self.full_values if tensors is None else tensors:
+            full = self.full_values[tensor]
+            full.value.copy_(tensor)
+            full.version = tensor._version
+
+    def take_edits(self) -> None:
+        """Does nothing: edits are found by :meth:`edited`, and count as in apex."""
+
     def checked(self, tensor: Tensor, full: FullValue) -> Tensor:
-        """Returns the full value of ``tensor``; sets ``has_taken`` if the value had to be taken again from the half copy."""
-        version = full.value._version
-        value = super().checked(tensor, full)
-        self.has_taken |= value._version != version
-        return value
+        """Returns the full value of ``tensor``; takes it again from the half copy if they differ, and then sets ``has_taken``."""
+        if full.version != tensor._version:
+            current = tensor.detach()
+            if not torch.equal(current, full.value.to(current.device, current.dtype)):
+                full.value.copy_(current)
+                self.has_taken = True
+            full.version = tensor._version
+        return full.value
 
 
 @torch.no_grad()

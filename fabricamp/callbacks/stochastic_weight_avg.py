@@ -165,6 +165,7 @@ class StochasticWeightAveraging(Callback):
         if self._scheduler is None:
             self._anneal(trainer)
         averages.follow(pl_module, trainer.optimizers, trainer.strategy, {})
+        trainer.precision_plugin.take_edits()  # masters have not seen yet what other hooks have just written
         averages.update(None)
 
     def _anneal(self, trainer: Trainer) -> None:

@@ -183,6 +183,7 @@ class WeightAveraging(Callback):
             return
         self._latest_step = step
         if self._averages is not None and self.should_update(step_idx=step - 1):
+            trainer.precision_plugin.take_edits()  # masters have not seen yet what other hooks have just written
             self._averages.update(_applied(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -192,6 +193,7 @@ class WeightAveraging(Callback):
             return
         self._latest_epoch = epoch
         if self._averages is not None and self.should_update(epoch_idx=epoch):
+            trainer.precision_plugin.take_edits()
             self._averages.update(_applied(trainer), anyway=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -217,6 +219,7 @@ class WeightAveraging(Callback):
 
     def _put_in(self, averages: Averages, trainer: Trainer, module: TrainingModule) -> dict[str, Tensor]:
         """Writes the average into the module; returns the weights, and warns once if their running statistics are not finite."""
+        trainer.precision_plugin.take_edits()
         raw = averages.put_in(module, trainer.optimizers, trainer.strategy)
         names = averages.statistics
         if self._warned or not names or not trainer.is_global_zero:

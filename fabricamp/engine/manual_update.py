@@ -103,6 +103,7 @@ class ManualUpdate(Update):
             self._check_unscaled(optimizer)
         if self._gradient_scales:
             self._check_scale(optimizer)
+        self._look_for_unseen_edits()
         plan = self._plans.get(optimizer)
         if plan is None:
             plan = self._parts.precision.plan(optimizer, self._parts.strategy, None)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from numbers import Real
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
+_LOOKS: Final = 5
+"""Updates before which half weights are compared with their masters; on a GPU the host learns the result in a later one."""
+
 
 class Update:
     """Runs micro-batches and makes one update per accumulation, by the plan that takes gradients from strategy to precision.
@@ -76,6 +79,7 @@ class Update:
         self._drops_at_epoch_end = settings.partial_window == "drop"
         self._offset = 1  # an accumulation ends where (batch_idx + _offset) % _accumulate == 0
         self._batch_complete = True  # False from a micro-batch's backward to its end
+        self._looks = _LOOKS
         self._optimizer = parts.optimizers[0] if parts.optimizers and automatic else None
         self.plan: UpdatePlan | None = None
         """The update of the optimizer; None in manual optimization and without an optimizer."""
@@ -169,6 +173,7 @@ class Update:
                 outputs = self._forward_backward(batch, batch_idx)
         if ends and self.loss is not None:
             self._check_optimizer()
+            self._look_for_unseen_edits()
             loss = self.loss
             self.loss = None
             self._launch_update(loss, batch_idx)
@@ -313,6 +318,12 @@ class Update:
             f"trainer.optimizers[0] was {there} in the middle of a fit; change the one from configure_optimizers (its "
             "param_groups, add_param_group, load_state_dict), or end the fit and begin another"
         )
+
+    def _look_for_unseen_edits(self) -> None:
+        """Refuses edits of half weights that masters would not see, in a fit's first updates: most programs edit in every step."""
+        if self._looks:
+            self._looks -= 1
+            self._parts.precision.take_edits(look=True)
 
     def _launch_shown_update(self, plan: UpdatePlan, loss: Tensor | None, batch_idx: int) -> None:
         """Launches an update before which hooks or overridden methods see the gradients: unscaled, in ``.grad``."""

@@ -77,6 +77,8 @@ class FusedOptimizer(NamesKeywords, Optimizer):
     _explicit = False  # whether the last gradients were given to gather()
     _grad_of: Callable[[Tensor], Tensor | None] = _grad
     _steering: ops.Steering | None = None  # of the next step; None: the step is not controlled by a Precision
+    after_update: Callable[[int], object] | None = None
+    """Called at the end of an update, before the hooks of the step, with the number of parameters that kernels have written."""
     _own_state: ops.StepState | None = None
     _watched: WatchedState | None = None  # the state whose tensors the rows hold, and the count of its changes then
     _changes = 0
@@ -317,6 +319,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
                     raise refusals.rows_of_eager_steps(self)
         measures = type(self)._measure is not FusedOptimizer._measure
         norms = self._measure(steering) if measures else {}
+        written = 0
         for part in self._parts or ():
             state = steering.state
             if state is not None and state.words.device != part.device:
@@ -325,12 +328,15 @@ class FusedOptimizer(NamesKeywords, Optimizer):
             if part.table is not None:
                 self.rule.launch(part.table, own)
                 part.mark_written(part.table)
+                written += len(part.indices if part.table.present is None else part.table.present)
             else:
                 for number, group in enumerate(self.param_groups):
                     self._rule(group).reference(part.of_group(number), own)
             part.release()
         if scaler_state is not None and getattr(self, "grad_scale", None) is not None:
             self._unscale_gradients(scaler_state)
+        if self.after_update is not None:
+            self.after_update(written)
 
     def _unscale_gradients(self, state: ops.StepState) -> None:
         """Unscales ``.grad`` after a step that torch's GradScaler did not skip, as torch's fused optimizers do.

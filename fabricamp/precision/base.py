@@ -152,8 +152,15 @@ class Precision(NamesKeywords):
         """Returns why steps will be slow, or an empty string; ``compiled``: parts of them are compiled, here or by the user."""
         return ""
 
+    def take_edits(self, *, look: bool = False) -> None:
+        """Lets the masters take edits of the module's weights that version counters show, and the weights those of the masters.
+
+        :meth:`step` does so itself; called before anything else that reads masters, or replays a step.  ``look``: also compares the
+        values, and raises :class:`ConfigError` for edits that no counter shows, at once or in a later call: the host does not wait.
+        """
+
     def refresh_masters(self) -> None:
-        """Copies the module's weights into the masters; call it after in-place edits of the weights."""
+        """Lets the masters take every element of the module's weights that was changed, also through ``.data``."""
 
     def state_dict(self) -> StateDict:
         """Returns scalers, counters and level, as tensors, numbers, strings, lists and dicts."""

@@ -248,6 +248,7 @@ class OptLevel(Precision):
             check_full_weights(module, self.name)
             check_autocast(module, level.autocast, self.name, self._device.type)
             self._autocast = Autocast(self._device.type, level.autocast)
+        self._full.module = module
         converted: set[int] = set()
         if level.cast_model_type is not None:
             converted = convert(
@@ -367,6 +368,7 @@ class OptLevel(Precision):
 
     def forward(self, step: Step, *args: Any) -> Any:
         """Runs the user's step under autocast, or with the half module's boundary hooks armed."""
+        self._full.round_edits()
         with self._autocast, self._inside:
             return step(*args)
 
@@ -427,8 +429,17 @@ class OptLevel(Precision):
 
     # -- state -------------------------------------------------------------------------------------------------------------------
 
+    def take_edits(self, *, look: bool = False) -> None:
+        """Lets the masters take edits of the module's weights that version counters show, and the weights those of the masters."""
+        self._full.take_edits()
+        if look:
+            self._full.look_for_unseen_edits()
+
     def refresh_masters(self) -> None:
-        """Copies the module's weights into the masters; call it after in-place edits of the weights."""
+        """Lets the masters take every element of the module's weights that was changed, also through ``.data``.
+
+        An element counts as changed if it differs from the rounded master; the others keep all bits of their masters.
+        """
         self._full.refresh()
 
     def state_dict(self) -> StateDict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
@@ -15,9 +16,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fabricamp import ops
 from fabricamp.errors import ConfigError
+from fabricamp.ops.uploads import is_capturing
+from fabricamp.torch_private import stream_in_use
 
 if TYPE_CHECKING:
     from fabricamp._utils.types import StateDict
+
+_version: Final = operator.attrgetter("_version")
 
 _PARAMETERS: Final = WeakTensorKeyDictionary()
 """The module parameter of each master, for callers that only have the optimizer."""
@@ -46,11 +51,29 @@ class FullValue:
 
 
 class MasterWeights:
-    """The fp32 values, by converted parameter or buffer.  Conversion changes ``.data`` only: every tensor stays the same object."""
+    """The fp32 values, by converted parameter or buffer.  Conversion changes ``.data`` only: every tensor stays the same object.
+
+    Programs edit half weights in place (clipping, projections) and masters (by ``param_groups``).  Both are found by version
+    counters; :meth:`note` says after each update that its own writes are no edits.
+    """
 
     def __init__(self) -> None:
         self.full_values: dict[Tensor, FullValue] = {}
         self.handles: list[RemovableHandle] = []
+        self._halves: list[Tensor] = []
+        """The parameters with masters."""
+        self._masters: list[Tensor] = []
+        self._half_versions: list[int] = []
+        self._master_versions: list[int] = []
+        self._half_sum = 0
+        """Counters only grow, so an equal sum means that none has moved."""
+        self._master_sum = 0
+        self._moved = 0
+        """How much the counters of all half weights have moved since ``_half_versions``, by updates."""
+        self.module: nn.Module | None = None
+        """The converted module, for messages."""
+        self._found: tuple[Tensor, torch.cuda.Event] | None = None
+        """Which half weights differ from their masters, on its way to the host."""
 
     def convert(self, tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
         """Rounds ``tensors`` to ``dtype`` in place and keeps their fp32 values."""
@@ -94,20 +117,131 @@ class MasterWeights:
             full.value = nn.Parameter(value.clone(), requires_grad=parameter.requires_grad)
             full.is_master = True
             _PARAMETERS[full.value] = weakref.ref(parameter)
+            self._halves.append(parameter)
+            self._masters.append(full.value)
+            self._half_versions.append(parameter._version - self._moved)
+            self._master_versions.append(full.value._version)
+            self._half_sum += parameter._version
+            self._master_sum += full.value._version
         return full.value
 
+    # -- edits -------------------------------------------------------------------------------------------------------------------
+
+    def note(self, *, halves_moved_by_one: bool = False) -> None:
+        """Notes that half weights and masters agree: what was written until now is no edit.
+
+        ``halves_moved_by_one``: the counters of all half weights did so, and no other.
+        """
+        if halves_moved_by_one:
+            self._moved += 1
+            self._half_sum += len(self._halves)
+            return
+        self._moved = 0
+        self._half_versions = list(map(_version, self._halves))
+        self._master_versions = list(map(_version, self._masters))
+        self._half_sum = sum(self._half_versions)
+        self._master_sum = sum(self._master_versions)
+
+    def take_edits(self) -> None:
+        """Brings half weights and masters to agree again, before an update reads the masters; waits for nothing.
+
+        The masters of edited half weights take the elements that were changed.  Edited masters are rounded into the half weights,
+        also where both were edited.
+        """
+        if sum(map(_version, self._halves)) != self._half_sum or sum(map(_version, self._masters)) != self._master_sum:
+            with torch.no_grad():
+                for half, master in self._edited_halves():
+                    take_changed(half, master)
+            self.round_edits()
+            self.note()
+
+    def round_edits(self) -> None:
+        """Rounds edited masters into the half weights, before a forward reads these."""
+        if sum(map(_version, self._masters)) == self._master_sum:
+            return
+        edited = [
+            index
+            for index, (master, version) in enumerate(zip(self._masters, self._master_versions, strict=True))
+            if master._version != version
+        ]
+        round_to([self._masters[index] for index in edited], [self._halves[index] for index in edited])
+        for index in edited:
+            self._master_versions[index] = self._masters[index]._version
+            self._half_versions[index] = self._halves[index]._version - self._moved
+        self._half_sum = sum(self._half_versions) + self._moved * len(self._halves)
+        self._master_sum = sum(self._master_versions)
+
+    def _edited_halves(self) -> list[tuple[Tensor, Tensor]]:
+        """Returns the half weights that were written since both agreed, with their masters, which were not."""
+        versions = zip(self._half_versions, self._master_versions, strict=True)
+        return [
+            (half, master)
+            for half, master, (half_version, master_version) in zip(self._halves, self._masters, versions, strict=True)
+            if half._version != half_version + self._moved and master._version == master_version
+        ]
+
     @torch.no_grad()
-    def refresh(self, tensors: Iterable[Tensor] | None = None) -> None:
-        """Copies the converted tensors into their fp32 values: all, or only ``tensors``."""
-        for tensor in self.full_values if tensors is None else tensors:
-            full = self.full_values[tensor]
-            full.value.copy_(tensor)
-            full.version = tensor._version
+    def look_for_unseen_edits(self) -> None:
+        """Compares half weights with their masters, which agree unless an edit moved no version counter (through ``.data``).
+
+        Raises :class:`ConfigError` if they differ: at once on a CPU, else in a later call, when the device has compared them.
+        """
+        if not self._halves or is_capturing(self._halves[0].device):
+            return
+        if self._found is not None:
+            flags, event = self._found
+            if event.query():
+                self._found = None
+                self._check_found(flags)
+            return
+        pairs = zip(self._halves, self._masters, strict=True)
+        differs = torch.stack([_differs(half.detach(), master.detach()) for half, master in pairs])
+        if not differs.is_cuda:
+            self._check_found(differs)
+            return
+        flags = torch.empty(differs.shape, dtype=differs.dtype, pin_memory=True)
+        flags.copy_(differs, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(stream_in_use(differs.device))
+        self._found = flags, event
+
+    def _check_found(self, flags: Tensor) -> None:
+        found = flags.tolist()
+        if True not in found:
+            return
+        edited = self._halves[found.index(True)]
+        names = (
+            {} if self.module is None else {id(parameter): name for name, parameter in self.module.named_parameters()}
+        )
+        name = names.get(id(edited), "of a module")
+        raise ConfigError(
+            f"the half weight {name!r} differs from its rounded fp32 master, by an edit that no version counter shows (through "
+            ".data, or by a kernel), and updates drop such edits; edit under torch.no_grad() without .data, or call "
+            "self.trainer.precision_plugin.refresh_masters() after each"
+        )
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Takes every element that was changed in a converted tensor into its fp32 value, also what no version counter shows."""
+        self.take_edits()
+        for tensor, full in self.full_values.items():
+            full.version = -1
+            self.checked(tensor, full)
+        self.note()
 
     def in_state(self, module: nn.Module, state: StateDict, *, written: bool = True) -> StateDict:
         """Returns ``state`` with fp32 values instead of rounded ones; ``written`` False leaves out tensors written since."""
         result = copy.copy(state)
-        look_up = self.value_of if written else self._unwritten
+        edited = {half: master for half, master in self._edited_halves() if written}
+
+        def look_up(tensor: Tensor) -> Tensor | None:
+            if not written:
+                return self._unwritten(tensor)
+            if tensor in edited:
+                # A copy: an edit that is taken back before the next update (averages in a validation) leaves the master as it is.
+                return with_changed(tensor.detach(), edited[tensor].detach())
+            return self.value_of(tensor)
+
         for name, tensor in [
             *module.named_parameters(remove_duplicate=False),
             *module.named_buffers(remove_duplicate=False),
@@ -127,23 +261,34 @@ class MasterWeights:
 
     def restore(self) -> None:
         """Puts the fp32 values back into the converted tensors and drops them; keeps changes made to the tensors since."""
+        self.take_edits()
         with torch.no_grad():
             for tensor, full in self.full_values.items():
-                full.version = -1
+                full.version = -1  # version counters do not show all edits
                 tensor.grad = None
                 tensor.data = self.checked(tensor, full).detach().to(tensor.device)
                 if isinstance(tensor, nn.Parameter):
                     tensor.grad_dtype = tensor.dtype
         self.full_values.clear()
+        self._halves.clear()
+        self._masters.clear()
+        self._found = None
+        self.module = None
+        self.note()
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
 
     def checked(self, tensor: Tensor, full: FullValue) -> Tensor:
-        """Returns the fp32 value of ``tensor``; if the tensor was written since, the value is first set to the tensor's."""
+        """Returns the fp32 value of ``tensor``; if the tensor was written since, the value is first set to the tensor's.
+
+        A master takes the elements that differ alone.
+        """
         if full.version != tensor._version:
             current = tensor.detach()
-            if not torch.equal(current, full.value.to(current.device, current.dtype)):
+            if full.is_master:
+                take_changed(current, full.value)
+            elif not torch.equal(current, full.value.to(current.device, current.dtype)):
                 full.value.copy_(current)
             full.version = tensor._version
         return full.value
@@ -192,6 +337,24 @@ def _widened(state: Any, parameter: Tensor) -> Any:
         key: value.float() if isinstance(value, Tensor) and value.dtype == parameter.dtype else value
         for key, value in state.items()
     }
+
+
+def with_changed(half: Tensor, full: Tensor) -> Tensor:
+    """Returns ``full`` with the elements of ``half`` that differ from the rounded ``full``."""
+    half = half.to(full.device)
+    return torch.where(full.to(half.dtype) == half, full, half.to(full.dtype))
+
+
+def _differs(half: Tensor, full: Tensor) -> Tensor:
+    """Returns whether an element of ``half`` differs from the rounded ``full``, on the device; nan differs from nothing."""
+    rounded = full.to(half.dtype)
+    return ((rounded != half) & ~(rounded.isnan() & half.isnan())).any()
+
+
+@torch.no_grad()
+def take_changed(half: Tensor, full: Tensor) -> None:
+    """Writes the elements of ``half`` that differ from the rounded ``full`` into ``full``; the others keep their bits."""
+    full.copy_(with_changed(half, full))
 
 
 def round_to(masters: list[Tensor], parameters: list[Tensor]) -> None:

@@ -337,6 +337,7 @@ class ScaledStages(Stages):
         self._scaler = scaling.scaler
         self._state = scaling.state
         self._scale = scaling.scale
+        self._masters = scaling.masters
         self._skips = scaling.scaler is not None
         self._sticky = scaling.scaler is not None and scaling.scaler.sticky
         # Backward may fill tensors outside of param_groups: half weights, or sums of gradients.
@@ -361,6 +362,8 @@ class ScaledStages(Stages):
             # zero_grad has to clear these gradients too.
             zero_grad = MethodType(functools.partial(_zero_grad, self.params), optimizer)
             optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        if scaling.masters is not None and isinstance(optimizer, FusedOptimizer):
+            optimizer.after_update = self._note_update
         if scaling.device.type == "cpu":
             scaling.half_on_cpu |= any(parameter.dtype in HALF_DTYPES for parameter in self.params.master_params)
 
@@ -415,6 +418,8 @@ class ScaledStages(Stages):
         skips = self._skips
         divisor = gradients.divisor
         params.refresh()
+        if self._masters is not None:
+            self._masters.take_edits()
         flags = None
         if gradients.tensors is None and not params.sums:
             tensors: Sequence[Tensor | None] = list(map(params.grad_of, params.model_params))
@@ -441,6 +446,13 @@ class ScaledStages(Stages):
         optimizer.step()
         if params.sums:
             params.memory.clear()
+
+    def _note_update(self, written: int) -> None:
+        """Notes what the update itself has written; ``written``: the number of parameters that kernels have written."""
+        assert self._masters is not None
+        # Each kernel moves a counter by one, so those of all half weights need not be read if it wrote them all.
+        all_by_kernels = self._scaling.optimizers == 1 and written == len(self.params.master_params)
+        self._masters.note(halves_moved_by_one=all_by_kernels)
 
     def ends_training_step(self, optimizer: FusedOptimizer) -> bool:
         """Returns whether :meth:`launch`, given the loss, also launches the end of the training step.
@@ -518,10 +530,13 @@ class ScaledStages(Stages):
     def _update_by_grad(self, run: Callable[[], object] | None, found_inf: Tensor) -> None:
         """Runs the optimizer on the gradients in ``.grad``, unless ``found_inf`` is set, and rounds its masters."""
         params = self.params
-        pairs = zip(params.model_params, params.master_params, strict=True)
-        updated = [(model_param, master) for model_param, master in pairs if master.grad is not None]
+        if self._masters is not None:
+            self._masters.take_edits()
         self._run(run, found_inf)
-        round_to([master for _, master in updated], [model_param for model_param, _ in updated])
+        if self._masters is not None:
+            # All of them: hooks of the step may have edited masters without a gradient.
+            round_to(params.master_params, params.model_params)
+            self._masters.note()
         if params.sums:
             params.memory.clear()
 
@@ -645,6 +660,7 @@ class ScaledStages(Stages):
         """Restores the optimizer: its own parameters and ``zero_grad``."""
         self.params.release()
         self.optimizer.__dict__.pop("zero_grad", None)
+        self.optimizer.__dict__.pop("after_update", None)
 
 
 def _zero_grad(params: ParamGradMap, optimizer: Optimizer, set_to_none: bool = True) -> None:

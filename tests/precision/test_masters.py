@@ -9,8 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from fabricamp.precision import OptLevel
+from fabricamp.optimizers import FusedSGD
+from fabricamp.precision import OptLevel, master_weights
+from fabricamp.precision.master_weights import module_parameter
 from fabricamp.strategies.base import Strategy
+from tests.cuda_on_cpu.compiler import kernel_device
+
+__all__ = ["kernel_device"]
 
 
 class Net(nn.Module):
@@ -172,6 +177,85 @@ def test_refresh_after_edits_in_place():
     state = net.conversion.full_state(net.state_dict())
     assert state["body.0.weight"].eq(0.25).all()
     assert state["table"].eq(0.5).all()
+
+
+@pytest.mark.parametrize("edits", ["through data", "with a counter"])
+def test_refresh_takes_the_elements_that_were_changed_and_no_others(edits):
+    net, precision, optimizer = prepared("O5", frozen=("body.0.bias",))
+    update(net, precision, optimizer)
+    before = saved(net, precision)
+    for name in ("body.0.weight", "body.0.bias", "table"):
+        tensor = net.state_dict()[name]  # shares memory with the module's own
+        (tensor.data if edits == "through data" else tensor).view(-1)[1] = 0.25
+    precision.refresh_masters()
+    after = saved(net, precision)
+    for name, value in before.items():
+        if name in ("body.0.weight", "body.0.bias", "table"):
+            assert after[name].view(-1)[1] == 0.25
+            others = torch.arange(value.numel()) != 1
+            if name == "body.0.weight":  # the others have no masters
+                assert torch.equal(after[name].view(-1)[others], value.view(-1)[others])
+        else:
+            assert torch.equal(after[name], value)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_of_a_group_that_was_added_are_watched_too(level):
+    net, precision, optimizer = prepared(level, frozen=("body.0.weight",))
+    update(net, precision, optimizer)
+    net.body[0].weight.requires_grad_(True)
+    optimizer.add_param_group({"params": [net.body[0].weight]})
+    update(net, precision, optimizer)
+    with torch.no_grad():
+        net.body[0].weight[0, 0] = 0.25
+        masters(optimizer)[0][0] = 0.5
+    precision.forward(lambda: None)
+    assert masters(optimizer)[0] is not net.body[0].bias
+    edited, other = module_parameter(masters(optimizer)[0]), masters(optimizer)[-1]
+    assert (edited[0] == 0.5).all()  # before a forward
+    assert other[0, 0] != 0.25
+    precision.take_edits()
+    assert other[0, 0] == 0.25
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("make", [FusedSGD, torch.optim.SGD])
+def test_only_edits_are_taken_and_not_what_updates_write(kernel_device, monkeypatch, make, unused, parts):
+    torch.manual_seed(0)
+    net = nn.ModuleList([nn.Linear(4, 4) for _ in range(4 if unused else 3)]).to(kernel_device)
+    precision = OptLevel("O5")
+    precision.convert_module(net)
+    optimizers = [make(list(net.parameters())[part::parts], lr=0.1) for part in range(parts)]
+    precision.setup_optimizers(net, optimizers, Strategy())
+    taken, rounded = [], []
+    real_take, real_round = master_weights.take_changed, master_weights.round_to
+    monkeypatch.setattr(master_weights, "take_changed", lambda *pair: taken.append(pair[0]) or real_take(*pair))
+    monkeypatch.setattr(master_weights, "round_to", lambda *lists: rounded.append(lists) or real_round(*lists))
+
+    def step(seed):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)).to(kernel_device)
+        precision.backward(precision.forward(lambda: net[2](net[1](net[0](x))).square().mean()))
+        for optimizer in optimizers:
+            precision.step(optimizer)
+            optimizer.zero_grad()
+
+    for seed in range(3):
+        step(seed)
+    assert taken == []
+    assert rounded == []
+    for seed in range(3):
+        with torch.no_grad():
+            net[1].weight[2, 3] = 0.75
+        step(seed)
+        assert len(taken) == seed + 1
+        assert taken[-1] is net[1].weight
+    halves, updated = [], []
+    for optimizer in optimizers:
+        halves += precision.gradients(optimizer).parameters
+        updated += masters(optimizer)
+    for half, master in zip(halves, updated, strict=True):
+        assert torch.equal(half, master.to(half.dtype))
 
 
 def test_frozen_weights_and_buffers_keep_their_bits_and_follow_edits():

@@ -165,6 +165,7 @@ class GraphUpdate(Update):
     def run_batch(self, batch: Batch, batch_idx: int, last: bool) -> Output:
         """Runs a micro-batch, as a replay if there is a graph for its shape and role."""
         self._check_optimizer()
+        self._parts.precision.take_edits()  # a replay begins with no call of the precision
         role = Role(self._accumulate, self.loss is None, self._ends_accumulation(batch_idx, last))
         view = batch
         if self._options.hook_entries and not self.why_eager:
