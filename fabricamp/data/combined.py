@@ -70,6 +70,8 @@ class CombinedLoader(NamesKeywords):
         self.again = False
         """Whether the run has begun an earlier pass."""
         self._epoch = 0
+        self._endings: list[StateDict] = [{} for _ in self._keys]
+        """How each loader that keeps its own position ended its last pass, see :class:`_Source`."""
         members = [combine(loaders[key], mode) for key in self._keys]
         if any(member is not loaders[key] for member, key in zip(members, self._keys, strict=True)):
             self.loaders = self.collect(members)
@@ -126,15 +128,17 @@ class CombinedLoader(NamesKeywords):
         """Returns a pass at ``positions`` whose end is repeated; it skips loaders that do not continue after a limited pass."""
         sources = self._sources(positions)
         if self.mode != "sequential":
-            nothing = _Source((), 0, cycles=False, entered={}, again=False)
+            nothing = _Source((), 0, cycles=False, entered={}, again=False, ending={})
             sources = [source if continues_after_limit(source.loader) else nothing for source in sources]
         return CombinedPass(self, sources)
 
     def _sources(self, positions: Sequence[StateDict]) -> list[_Source]:
         cycles = self.mode == "max_size_cycle"
         return [
-            _Source(loader, self._epoch, cycles=cycles, entered=position, again=self.again)
-            for loader, position in zip(self.members, positions or [{}] * len(self._keys), strict=True)
+            _Source(loader, self._epoch, cycles=cycles, entered=position, again=self.again, ending=ending)
+            for loader, position, ending in zip(
+                self.members, positions or [{}] * len(self._keys), self._endings, strict=True
+            )
         ]
 
     def batches_before(self, positions: Sequence[StateDict]) -> int:
@@ -237,9 +241,15 @@ class _Source:
     """Endless batches of one loader: after its end it starts again (``cycles``), or gives None.
 
     A round is one pass over the loader.
+
+    ``ending`` is kept from pass to pass, and changed in place: how the last round over a loader that keeps its own position ended.
+    It has the loader's ``state`` before its last batch, and the number of ``reads`` since, the one that found the end included.
+    Another process repeats them: the state after the end may be one from which the loader ends, or begins its next round.
     """
 
-    def __init__(self, loader: Loader, epoch: int, *, cycles: bool, entered: StateDict, again: bool) -> None:
+    def __init__(
+        self, loader: Loader, epoch: int, *, cycles: bool, entered: StateDict, again: bool, ending: StateDict
+    ) -> None:
         self.loader = loader
         self.entered = entered
         """The position at which the present round was entered; after the end of a loader that does not cycle, that end."""
@@ -251,15 +261,21 @@ class _Source:
         self._read = 0  # number of batches of this round since it was entered
         self._unread = 0  # number of batches to read past before the first one
         self._batches: Iterator[Batch] | None = None
+        self._has_opened = False  # in this pass
         self._first: list[Any] = []  # the first batch of a begun round, if it had to be read under restored RNG states
         self._begins_round = False  # whether the batch that was taken last is the first of its round
         # The position as it was before the last batch: rounds, entered, read, drawn.
         self._recorded: tuple[int, dict[str, Any], int, list[dict[str, Any]]]
         # The position that was returned since the last batch; it is corrected if the next batch is beyond the loader's end.
         self._returned: StateDict = {}
+        self._ending = ending
+        self._keeps_ending = not cycles and continues_after_limit(loader)
+        self._in_work: StateDict = {}  # the ending, if this round were to end after its last batch
         # RNG states before the pass was opened, and before its first batch: a resumed run reads skipped batches from these.
         self._drawn: list[StateDict] = list(entered.get("rng_states", ()))
-        if self.ended and not cycles and "state" in entered:
+        if "ending" in entered:
+            self._end_again(entered["ending"])
+        elif self.ended and not cycles and "state" in entered:
             enter(loader, entered)
 
     @property
@@ -272,6 +288,14 @@ class _Source:
         """Whether the position is within a round, whose order is already drawn."""
         return bool(self.entered.get("batches") or self.entered.get(BEGUN))
 
+    def _end_again(self, ending: StateDict) -> None:
+        """Repeats the end of the last round, which another process has read."""
+        self._ending.update(ending)
+        enter(self.loader, ending)
+        batches = begin(self.loader, again=True)
+        without_first(batches, ending["reads"])
+        end_workers(self.loader, batches)
+
     def open(self) -> None:
         """Begins the pass at its position, unless it has begun or has ended for good."""
         if self._batches is not None or (self.ended and not self._cycles):
@@ -280,6 +304,10 @@ class _Source:
         if sampler is not None and self.rounds and not is_drawn_again(self.loader):
             sampler.set_epoch(self._epoch + self.rounds * _PASS)
         self._unread = enter(self.loader, self.entered) if self.entered else 0
+        if "state" in self.entered:
+            self._in_work = {"state": self.entered["state"], "reads": 0}
+        self._ending.clear()
+        self._has_opened = True
         self._record_draws(0)
         if isinstance(self.loader, CombinedLoader):
             self._batches = self.loader.batches()
@@ -316,8 +344,12 @@ class _Source:
         batch = self._next()
         returned = self._returned
         self._returned = {}
+        if self._in_work:
+            self._in_work["reads"] += 1
         if batch is _END:
             batch = self._start_again(returned)
+        elif "state" in returned:
+            self._in_work = {"state": returned["state"], "reads": 1}
         self._read += 1
         return batch
 
@@ -336,20 +368,24 @@ class _Source:
         """
         self.close()
         # The state of a user's own loader may not record that it has ended.
-        knows = isinstance(self.loader, DataLoader) and continues_after_limit(self.loader)
-        state = position_of(self.loader, {}, 0) if knows else {}
+        knows = isinstance(self.loader, DataLoader) and "state" in returned
         if not self._cycles:
             if not self.ended:
                 self.rounds = 1
-                self.entered = {**state, "rounds": 1, "batches": self.entered.get("batches", 0) + self._read}
-                if state:
+                self.entered = {"rounds": 1, "batches": self.entered.get("batches", 0) + self._read}
+                if self._ending:
+                    self.entered["ending"] = dict(self._ending)
+                elif knows:  # after a round of a single batch, the state before which is not known
+                    self.entered["state"] = position_of(self.loader, {}, 0)["state"]
+                if "state" in returned:
+                    del returned["state"]
                     returned.update(self.entered)
             if isinstance(self.loader, CombinedLoader) and self.loader.mode == "max_size":
                 return self.loader.nothing()
             return None
         self.rounds += 1
-        if state:
-            returned.update({**state, "rounds": self.rounds})
+        if knows:
+            returned.update({**position_of(self.loader, {}, 0), "rounds": self.rounds})
         self.entered = {}
         self._read = 0
         self._begins_round = True
@@ -371,6 +407,9 @@ class _Source:
         rounds, entered, read, drawn = self._recorded
         if self.ended and not self._cycles and (rounds or not continues_after_limit(self.loader)):
             return self.entered  # after the end, as reaching it may consume random numbers
+        if self._keeps_ending and not self._has_opened:
+            # This round has not begun: the loader is where its last one ended, or as it was made.
+            return {"rounds": 0, "batches": 0, **({"ending": dict(self._ending)} if self._ending else {})}
         if self._begins_round and not continues_after_limit(self.loader):
             # The order of the round is drawn: a run that resumes before its first batch must not draw another.
             position = {"rounds": self.rounds, **position_of(self.loader, {}, 0), BEGUN: True}
@@ -394,6 +433,9 @@ class _Source:
         """Releases the loader's iterator and ends its workers, unless they are persistent."""
         end_workers(self.loader, self._batches)
         self._batches = None
+        if self._keeps_ending and self._in_work:
+            self._ending.update(self._in_work)
+            self._in_work = {}
 
 
 def combine(loaders: object, mode: Mode = "max_size_cycle") -> Any:

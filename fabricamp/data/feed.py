@@ -63,6 +63,8 @@ class Feed:
     ``hooked``: ``prepare`` contains hooks of the user, which may consume random numbers.
     Without ``prefetch``, one batch is read ahead if the loader has no exact length.
     ``begun``: the run began a pass in an earlier process.
+    ``reach``: how many batches, with the one that was handed out last, a resume point may have to give again: those of an
+    accumulation.  0: the pass is never resumed (an evaluation), and no loader is asked for its position.
 
     >>> feed = Feed([1, 2, 3], limit=2)
     >>> [(batch, feed.last) for batch in feed]
@@ -80,6 +82,7 @@ class Feed:
         prefetch: int = 0,
         hooked: bool = False,
         begun: bool = False,
+        reach: int = 1,
     ) -> None:
         self.last = False
         self.limit = limit
@@ -91,9 +94,10 @@ class Feed:
         self._device = device or torch.device("cpu")
         self._prefetch = prefetch
         self._hooked = hooked
+        self._reach = reach
 
         # What the loader needs for an exact resume.
-        self._continues = any(map(continues_after_limit, self._members))
+        self._continues = reach > 0 and any(map(continues_after_limit, self._members))
         # Whether reading a batch may consume random numbers of this process.
         self._draws = (hooked and prefetch > 0) or any(map(draws_while_reading, self._members))
         self.counts_alone = not self._draws and self._combined is None
@@ -110,17 +114,20 @@ class Feed:
         self._at_opening: StateDict = {}
         # Positions before the first batch of a pass that began in this process; set when that batch is read.
         self._first_positions: list[StateDict] = []
-        # Batches read ahead, each with the snapshot before it (empty if none is needed), and the snapshot before the batch that is
-        # in the step.  Then the exception that ended the reading, which is raised where its batch would come.
-        self._queue: deque[tuple[Batch, StateDict]] = deque()
-        self._in_step: StateDict = {}
+        # What leads to the first batch that the pass read in this process, where snapshots are recorded.
+        self._first_snapshot: StateDict = {}
+        # Snapshots before the batches that a resume point may have to give again and before those read ahead, unless a count is
+        # enough; each with the number of batches before it.
+        self._snapshots: deque[tuple[int, StateDict]] = deque()
+        # Batches read ahead, and the exception that ended the reading, which is raised where its batch would come.
+        self._queue: deque[Batch] = deque()
         self._failure: Exception | None = None
         # Number of batches handed out; without reading ahead only set with the last batch, as counting costs time.
         self._handed_out: float = math.inf
         self._ends_with_loader = False  # not at a limit
-        # Snapshot before the last batch of a pass that a limit ended: the next pass continues there.  (_loaded has the resumed
-        # run's.)
-        self._limit_snapshot: StateDict | None = None
+        # Snapshots before the last batch of a pass over loaders that keep their own positions, and before what was read after it:
+        # the next pass continues there.  (_loaded has the resumed run's.)
+        self._ending: list[StateDict] = []
 
         # Resuming.
         self._has_begun = begun  # a pass, in this or in an earlier process
@@ -137,6 +144,7 @@ class Feed:
         self.last = False
         # Cleared here, not in _open: the loader is opened at the first batch, and a checkpoint may be written before that.
         self._first_positions = []
+        self._snapshots = deque()
         if self._resumed_at_end:
             self._resumed_at_end = False
             return iter(())
@@ -249,22 +257,37 @@ class Feed:
         """
         resume = self._resume or {}
         ended = (self._loaded or {}).get("at_limit")
+        # The batches that were out but not done, and those that the run had read ahead, are read again, each from the RNG states of
+        # that time.
+        to_repeat = (resume.get("rng_states") or {}, *resume.get("rng_states_ahead", ()))
+        # A loader that keeps its own position already counts the batches that are out, and a CombinedLoader knows only where its
+        # last batch began.
+        records = self._continues or (not self.counts_alone and ahead > 0)
+        records = self._reach > 0 and (records or (self._combined is not None and self._reach > 1))
+        within_pass = _is_within(resume)
+        if within_pass:
+            kept = (BEGUN, "positions", "orders", "at_limit")
+            self._first_snapshot = {key: resume[key] for key in kept if key in resume}
+        elif records:
+            self._first_snapshot = {BEGUN: True, "orders": self._orders(), **self._next_pass()}
         self._resume = None
         self._loaded = None
-        self._limit_snapshot = None
+        self._ending = []
         self._queue = deque()
+        earlier = resume.get("earlier", ()) if records else ()
+        numbered = [(number - len(earlier) + self._skipped, snapshot) for number, snapshot in enumerate(earlier)]
+        self._snapshots = deque(numbered, max(self._reach + ahead, len(earlier) + len(to_repeat)))
         self._failure = None
         self._ends_with_loader = total == math.inf
         generators = generators_of(self._members)
         if ended and self._continues and len(ended["positions"]) == len(self._members):
             self._end_again(ended, generators)
 
-        within_pass = resume.get("batches") or any(position.get(BEGUN) for position in resume.get("positions", ()))
         if not within_pass:
-            rng = capture_rng() if any(map(is_drawn_again, self._members)) else None
+            rng = capture_rng() if records or any(map(is_drawn_again, self._members)) else None
             self._at_opening = {"rng": rng, "generators": states_of(generators), "earlier_pass": self._has_begun}
             self._source = self._enter(resume)
-            return self._checked(total, counted=counted, prepare=prepare)
+            return self._checked(total, counted=counted, records=records, prepare=prepare)
 
         self._at_opening = resume.get("at_pass_start", {})
         # As in that run, so that the skipped batches consume the same random numbers.
@@ -273,26 +296,29 @@ class Feed:
             restore(self._at_opening, generators)
             self._source = self._enter(resume)
             draw_order(self._loader)
-            batches = self._checked(total, counted=counted, prepare=prepare)
+            batches = self._checked(total, counted=counted, records=records, prepare=prepare)
             if ahead:
-                # The batches that the run had read ahead are read again, each from the RNG states of that time.
-                for read, drawn in enumerate((resume.get("rng_states") or {}, *resume.get("rng_states_ahead", ()))):
+                for drawn in to_repeat:
                     restore(drawn, generators)
-                    self._read(batches, read)
-            elif not resume.get("batches"):
-                # Reading the first batch draws the order.
-                return itertools.chain(list(itertools.islice(batches, 1)), batches)
+                    self._read(batches)
+            elif "rng_states" in resume or not resume.get("batches"):  # reading the first batch draws the order
+                read: list[Batch] = []
+                for drawn in to_repeat:
+                    restore(drawn, generators)
+                    read += itertools.islice(batches, 1)
+                return itertools.chain(read, batches)
             return batches
 
     def _end_again(self, ended: StateDict, generators: list[torch.Generator]) -> None:
-        """Repeats the end of a pass that a limit ended in the resumed run, so that the next pass can continue after it."""
+        """Repeats the end of a pass of the resumed run, so that the next pass can continue after it."""
         with isolate(generators):
             if self._combined is None:
                 self._source = self._enter(ended)
             else:
                 self._source = self._combined.stopped(ended["positions"])
-            restore(ended["rng_states"], generators)
-            next(iter(self._source), None)
+            for drawn in (ended["rng_states"], *ended.get("rng_states_ahead", ())):
+                restore(drawn, generators)
+                next(iter(self._source), None)
             self._end()
 
     def _enter(self, resume: StateDict) -> Iterator[Batch]:
@@ -309,8 +335,13 @@ class Feed:
             return self._combined.starting_at(self._entered)
         return without_first(self._combined.batches(), batches)
 
-    def _checked(self, total: float, *, counted: bool, prepare: Callable[[Batch], Batch] | None) -> Iterator[Batch]:
-        """Returns at most ``total`` batches; raises if fewer come than ``len()`` announced, or if the iterator is used up."""
+    def _checked(
+        self, total: float, *, counted: bool, records: bool, prepare: Callable[[Batch], Batch] | None
+    ) -> Iterator[Batch]:
+        """Returns at most ``total`` batches; raises if fewer come than ``len()`` announced, or if the iterator is used up.
+
+        ``records``: takes a snapshot before each batch is read.
+        """
         opened = self._source
         assert opened is not None
         source = opened
@@ -321,32 +352,37 @@ class Feed:
                 source = itertools.chain(
                     itertools.islice(opened, before_last), self._last_of_limit(opened, before_last)
                 )
-        if self._skipped == 0 and not self._continues and not any(map(is_stateful, self._members)):
+        # A resumed pass may have to be begun again too, for an accumulation that began with it.
+        begins = self._skipped == 0 or self._combined is None
+        if begins and not self._continues and not any(map(is_stateful, self._members)):
             source = itertools.chain(self._first_of(source), source)
-        # zip counts the batches without a Python function per batch.
+        # zip counts the batches without a Python function per batch, and records before it reads.
         counter = itertools.count()
-        batches = map(operator.itemgetter(0), zip(source, counter, strict=False))
+        recorded: Iterator[None] = map(self._record, itertools.count()) if records else itertools.repeat(None)
+        batches = map(operator.itemgetter(1), zip(recorded, source, counter, strict=False))
         if prepare is not None:
             batches = map(prepare, batches)
         return itertools.chain(batches, self._check_count(counter, total if counted else 0))
 
     def _first_of(self, source: Iterator[Batch]) -> Iterator[Batch]:
-        """Yields the first batch of a pass; records the position before it, with the RNG draws of the pass's order."""
+        """Yields the first batch that is read; records the position before the pass's first, with the draws of its order."""
         for batch in itertools.islice(source, 1):  # reading the first batch draws the order
             if self._combined is None:
-                self._first_positions = [{**position_of(self._loader, self._entered[0], 0), BEGUN: True}]
+                position = position_of(self._loader, self._entered[0], 0)
+                nothing_done = dict.fromkeys(position.keys() - {"draws"}, 0)
+                self._first_positions = [{**position, **nothing_done, BEGUN: True}]
             else:
                 self._first_positions = self._positions(0)
             yield batch
 
     def _last_of_limit(self, opened: Iterator[Batch], read: int) -> Iterator[Batch]:
         """Yields the last batch of a pass that a limit ends; nothing if the loader is already exhausted."""
-        self._limit_snapshot = self._snapshot(read)
+        self._ending = [self._snapshot(read)]
         batch = next(opened, _END)
         if batch is not _END:
             yield batch
         elif self._combined is None:
-            self._limit_snapshot = None
+            self._ending = []
             self._ends_with_loader = True
 
     def _check_count(self, counter: Iterator[int], announced: float) -> Iterator[Batch]:
@@ -367,44 +403,48 @@ class Feed:
     def _read_ahead(self, batches: Iterator[Batch], ahead: int) -> Iterator[tuple[Batch, bool]]:
         """Yields (batch, whether it is the last), reading ``ahead`` batches ahead; raises an error in place of its batch."""
         queue = self._queue
-        read = len(queue)  # a resumed pass has read batches in _open
-        if not queue:
-            self._read(batches, read)
-            read += 1
+        if not queue:  # a resumed pass has read batches in _open
+            self._read(batches)
         while True:
-            while queue[-1][0] is not _END and len(queue) <= ahead:
-                self._read(batches, read)
-                read += 1
-            batch, self._in_step = queue.popleft()
+            while queue[-1] is not _END and len(queue) <= ahead:
+                self._read(batches)
+            batch = queue.popleft()
             if batch is _END:
                 break
-            yield batch, queue[0][0] is _END and self._failure is None
+            yield batch, queue[0] is _END and self._failure is None
             del batch
         failure = self._failure
         self._failure = None
         if failure is not None:
             raise failure
 
-    def _read(self, batches: Iterator[Batch], read: int) -> None:
-        """Reads one batch into the queue, with the snapshot after the ``read`` batches before it, unless a count is enough."""
-        # The first batch needs none: the position before it is the one that the pass was entered at.
-        snapshot = self._snapshot(read) if read and not self.counts_alone else {}
+    def _read(self, batches: Iterator[Batch]) -> None:
+        """Reads one batch into the queue, or notes the end or the error that came in its place."""
         try:
             batch = next(batches, _END)
         except Exception as error:  # noqa: BLE001 - raised where the batch would come
             batch = _END
             self._failure = error
-        exhausted = batch is _END and self._failure is None
-        if exhausted and self._ends_with_loader and self._continues and self._combined is not None:
-            # A pass over several loaders may end within some of their streams, and the next pass continues there.
-            # Empty for a pass without a batch: nothing was read that the next pass could continue.
-            self._limit_snapshot = snapshot or None
+        if batch is _END and self._failure is None and self._ends_with_loader and self._continues:
+            self._note_ending()
+        self._queue.append(batch)
+
+    def _note_ending(self) -> None:
+        """Keeps where the next pass continues, after the end of loaders that keep their own positions."""
+        recorded = [snapshot for _, snapshot in self._snapshots][-2:]
+        if self._combined is not None:
+            # A pass over several loaders may end within some of their streams.  Without a batch, nothing was read that the next
+            # pass could continue.
+            self._ending = [] if BEGUN in recorded[-1] else recorded[-1:]
             self._ends_with_loader = False
-        self._queue.append((batch, snapshot))
+        elif len(recorded) == 2 and BEGUN not in recorded[0]:
+            # The last batch is read again too: from the state after it, one stream ends and another begins its next pass.
+            self._ending = recorded
+            self._ends_with_loader = False
 
     def _end(self) -> None:
         """Drops the prefetched batches but keeps their snapshots; releases the loader's iterator and ends its workers."""
-        self._queue = deque((_END, snapshot) for _, snapshot in self._queue)
+        self._queue = deque()
         if isinstance(self._source, CombinedPass):
             self._source.close()
         else:
@@ -419,44 +459,83 @@ class Feed:
         0 batches: the resume point is between two passes; with ``within``, it is in the pass whose order is drawn and whose first
         batch is out.
         """
-        if self._loaded is not None and batches:
-            return self._loaded
-        samplers = map(own_sampler, self._members)
+        loaded = self._loaded
+        if loaded is not None and (batches or (loaded["batches"] == 0 and _is_within(loaded))):
+            return loaded
         state: StateDict = {
             "batches": batches,
             "generators": states_of(generators_of(self._members)),
-            "orders": [None if sampler is None else sampler.order.state_dict() for sampler in samplers],
+            "orders": self._orders(),
             "earlier_pass": self._has_begun,
         }
         if within and batches == 0 and self._first_positions:
             return {**state, "positions": self._first_positions, "at_pass_start": self._at_opening, "is_over": False}
-        if batches == 0 or batches >= self._handed_out:
-            if self._limit_snapshot is not None:
-                state["at_limit"] = as_saved(self._limit_snapshot)
-            elif self._loaded is not None and self._loaded.get("at_limit"):
-                state["at_limit"] = self._loaded["at_limit"]
-        over = self.is_over(batches)
-        if over or batches == 0:
-            if self._resume is not None:
-                positions = self._resume["positions"]
-            elif self._ends_with_loader:
-                # The state of an exhausted stream may also say how its next pass begins.
-                positions = [position_of(member, {}, 0) for member in self._members]
-            else:
-                positions = []
-            return {**state, "positions": positions, "is_over": over}
-        ahead = [snapshot for _, snapshot in self._queue]
-        if batches < self._handed_out:
-            ahead.insert(0, self._in_step)  # that batch is not done: a resumed run starts with it
-        snapshots = [as_saved(snapshot) for snapshot in ahead if snapshot]
-        first = snapshots[0] if snapshots else {"positions": self._positions(batches - self._skipped)}
-        drawn_ahead = [snapshot["rng_states"] for snapshot in snapshots[1:]]
-        return {**state, **first, "rng_states_ahead": drawn_ahead, "at_pass_start": self._at_opening, "is_over": False}
+        # Of the batches that are out but not done, with which a resumed run begins, and of those read ahead.
+        snapshots = [snapshot for number, snapshot in self._snapshots if number >= batches]
+        if batches == 0 and not (within and snapshots):
+            return {**state, **self._next_pass(), "is_over": False}
+        if self.is_over(batches):
+            return {**state, **self._next_pass(), "is_over": True}
+        if batches >= self._handed_out:
+            state = {**self._at_limit(), **state}
+        if snapshots and len(snapshots) < self._snapshots[-1][0] + 1 - batches:
+            raise CheckpointError(
+                f"the position in the data before batch {batches} is not known any more; write checkpoints between two batches"
+            )
+        saved = [as_saved(snapshot) for snapshot in snapshots]
+        first = saved[0] if saved else {"positions": self._positions(batches - self._skipped)}
+        return {
+            **state,
+            **first,
+            "rng_states_ahead": [snapshot["rng_states"] for snapshot in saved[1:]],
+            # Where a resumed run may have to begin in turn, if it is cut within the accumulation that is in progress here.
+            "earlier": [as_saved(snapshot) for number, snapshot in self._snapshots if number < batches][
+                1 - self._reach :
+            ],
+            "at_pass_start": self._at_opening,
+            "is_over": False,
+        }
+
+    def _next_pass(self) -> StateDict:
+        """Returns where the next pass begins: positions, empty for the beginning, and ``at_limit``, the end of the last pass."""
+        if self._resume is not None:
+            positions = self._resume["positions"]
+        elif self._ends_with_loader:
+            # The state of an exhausted stream may also say how its next pass begins.
+            positions = [position_of(member, {}, 0) for member in self._members]
+        else:
+            positions = []
+        return {"positions": positions, **self._at_limit()}
+
+    def _at_limit(self) -> StateDict:
+        """Returns ``at_limit``, what to read again for the next pass to continue after the last one; empty for the first pass."""
+        if self._ending:
+            first, *after = map(as_saved, self._ending)
+            return {"at_limit": {**first, "rng_states_ahead": [snapshot["rng_states"] for snapshot in after]}}
+        if self._loaded is not None and self._loaded.get("at_limit"):
+            return {"at_limit": self._loaded["at_limit"]}
+        return {}
+
+    def _orders(self) -> list[StateDict | None]:
+        samplers = map(own_sampler, self._members)
+        return [None if sampler is None else sampler.order.state_dict() for sampler in samplers]
+
+    def _record(self, read: int) -> None:
+        """Keeps the snapshot before a batch, after ``read`` batches of this pass."""
+        if read:
+            snapshot = self._snapshot(read)
+        else:
+            # The loader is not asked: it may not know its position before its first batch.
+            snapshot = {"positions": self._entered, **self._first_snapshot, "rng_states": self._drawn()}
+        self._snapshots.append((self._skipped + read, snapshot))
 
     def _snapshot(self, read: int) -> StateDict:
         """Returns the positions after ``read`` batches with the generators' states, from which the next one is read again."""
-        drawn = {"rng": snapshot_rng() if self._draws else None, "generators": states_of(generators_of(self._members))}
-        return {"positions": self._positions(read), "rng_states": drawn}
+        return {"positions": self._positions(read), "rng_states": self._drawn()}
+
+    def _drawn(self) -> StateDict:
+        """Returns the generators' states, those of the global ones only if reading may consume their numbers."""
+        return {"rng": snapshot_rng() if self._draws else None, "generators": states_of(generators_of(self._members))}
 
     def _positions(self, read: int) -> list[StateDict]:
         if self._combined is None:
@@ -484,7 +563,7 @@ class Feed:
             whole = exact_length(self._loader)
             self._handed_out = batches if whole == math.inf else int(min(whole, self.limit))
             return self._handed_out
-        self._resume = state if positions else None
+        self._resume = state if positions or state.get(BEGUN) else None
         if not batches:
             return 0
         if self._combined is not None:
@@ -503,3 +582,9 @@ class Feed:
                 sampler.resume_without_state()
             elif order is not None:
                 sampler.resume(order, draws_of(position or {}))
+
+
+def _is_within(state: StateDict) -> bool:
+    """Whether a resume point is within a pass: after some of its batches, or within its first one."""
+    begun = state.get(BEGUN) or any(position.get(BEGUN) for position in state.get("positions", ()))
+    return bool(state.get("batches") or begun)

@@ -9,6 +9,7 @@ A position is a dict with these keys:
 - ``batches_of_all_ranks``, for a loader with :class:`LengthGroups`: the number of batches of all ranks.
 - ``state``, for a loader that keeps its own position.
 - ``begun``, with ``batches`` 0: the order of the pass is drawn; its first batch is out, but not done.
+- ``rounds`` and ``ending``, for one of several loaders: see :class:`fabricamp.data.combined._Source`.
 
 In the order of the file: how a position in a loader can be reached, the position itself, the opening and the end of a pass, and the
 generators that a pass draws from.
@@ -318,7 +319,9 @@ def restore_states(generators: Sequence[Generator], states: Sequence[Tensor]) ->
 def as_saved(snapshot: StateDict) -> StateDict:
     """Returns a snapshot of positions and RNG states (``rng_states``) in the form that a checkpoint stores."""
     rng = snapshot["rng_states"]["rng"]
-    return {**snapshot, "rng_states": {**snapshot["rng_states"], "rng": None if rng is None else capture_rng(rng)}}
+    if isinstance(rng, tuple):  # else it is in that form already, or nothing was drawn
+        rng = capture_rng(rng)
+    return {**snapshot, "rng_states": {**snapshot["rng_states"], "rng": rng}}
 
 
 def restore(drawn: StateDict, generators: Sequence[Generator]) -> None:

@@ -149,7 +149,7 @@ class ResumePoint(Section):
         unfinished = self._before_validation if self._state.user_call.scope is not Scope.NOWHERE else None
         objects = find_objects(self._module)
         return {
-            "rng": capture_rng() if unfinished is None else unfinished.rng,
+            "rng": self._rng or (capture_rng() if unfinished is None else unfinished.rng),
             "loops.fit.metrics": self._metrics.state_dict(objects),
             "loops.fit.torchmetrics": save_objects(
                 objects, updated(objects) if unfinished is None else unfinished.updated

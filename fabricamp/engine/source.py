@@ -309,6 +309,7 @@ class DataSource:
             prefetch=prefetch,
             hooked=hooked,
             begun=begun,
+            reach=self._reach if trains else 0,
         )
         self._feeds.append((loader, feed))
         if trains:
@@ -317,6 +318,12 @@ class DataSource:
             # No comparison among ranks in evaluation: a rank that was stopped in one loader does not come to the next.
             look_for_doubles(feed, loader, self._strategy, among_ranks=trains)
         return feed
+
+    @property
+    def _reach(self) -> int:
+        """How many training batches may be out of the loader and not done: those of a step, or of a launch of several steps."""
+        graph = self._settings.cuda_graph
+        return max(self._settings.most_accumulated, 1 if graph is None else graph.steps)
 
     def _transfer_hook(self, name: str) -> _TransferHook:
         datamodule = self._source.datamodule

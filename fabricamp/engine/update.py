@@ -393,7 +393,8 @@ class Update:
 
     def accumulation_state(self) -> StateDict | None:
         """Returns the state of the accumulation in progress beside ``.grad``; None if there is none, or within a micro-batch."""
-        if self.loss is None or not self._batch_complete:
+        # Without a complete micro-batch the gradients are those of the one in work, which a resumed run repeats.
+        if self.loss is None or not self._batch_complete or self._state.open_batches == 0:
             return None
         return self._accumulation_tensors().state(self.loss.detach())
 
