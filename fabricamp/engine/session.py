@@ -269,6 +269,11 @@ class Session:
         # This also takes in parameter groups that callbacks added, so that their state is loaded for fp32 masters.
         memories = [self.precision.gradients(optimizer) for optimizer in self.optimizers]
         sums = any(memory.flat is not None for memory in memories)
+        if sums and (refusal := self.strategy.refuses_sums()):
+            raise ConfigError(
+                f"precision {self.precision.name!r} sums the gradients of micro-batches in fp32, and ranks exchange these sums: "
+                f"{refusal}"
+            )
         self.step = self.strategy.wrap_module(
             self.module,
             self.compilation.training_step(),

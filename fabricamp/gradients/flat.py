@@ -13,10 +13,11 @@ A buffer is a :class:`Message`; the last one of an exchange also has the flags, 
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import Final, NamedTuple, cast
 
 import torch
@@ -159,6 +160,21 @@ class Message:
             raise
         return missing
 
+    def pieces(self, elements: float, triggers: Collection[int] = ()) -> list[slice]:
+        """Returns the parts of ``flat`` to exchange by themselves, as :func:`plan_messages` fills buckets; flags go with the last.
+
+        ``triggers`` are ids of parameters.
+        """
+        ends: list[int] = []
+        begin = 0
+        for member, end in zip(self.members, self._starts[1:], strict=True):
+            if (id(member) in triggers) if triggers else end - begin >= elements:
+                ends.append(end)
+                begin = end
+        if ends and ends[-1] == self._starts[-1]:
+            ends.pop()
+        return [slice(*edges) for edges in pairwise([0, *ends, self.flat.numel()])]
+
     def buffer_in(self, dtype: torch.dtype) -> Tensor:
         """Returns the buffer to exchange in ``dtype``: ``flat`` if it has this dtype, else a second buffer."""
         if dtype == self.flat.dtype:
@@ -237,6 +253,7 @@ class FlatGradients:
         self._missing: list[int] = []
         self.missing: Sequence[int] = ()
         """Positions of the parameters without a gradient on this rank in the last exchange."""
+        self._pieces: list[list[slice]] | None = None  # of each message, if a sum over ranks cuts them
         self._captured: list[Tensor] = []  # flags that captured graphs write at each replay: kept alive here
         self.messages = self._plan(order, transport, message_size, {id(self.parameters[index]) for index in triggers})
         half = any(message.flat.dtype in HALF_DTYPES for message in self.messages)
@@ -302,9 +319,19 @@ class FlatGradients:
         return self.present
 
     def sum_over_ranks(
-        self, transport: Transport, world_size: int, *, update_divides: bool, through: RankSums | None = None
+        self,
+        transport: Transport,
+        world_size: int,
+        *,
+        update_divides: bool,
+        through: RankSums | None = None,
+        message_size: float = math.inf,
+        triggers: Collection[int] = (),
     ) -> float:
-        """Sums the messages over the ranks, in place and concurrently; returns the divisor that is left for the update."""
+        """Sums the messages over the ranks, in place and concurrently; returns the divisor that is left for the update.
+
+        ``message_size`` and ``triggers`` (ids of parameters) cut them into :meth:`Message.pieces`.
+        """
         dtypes = [transport.dtype_for(message.flat.dtype) for message in self.messages]
         half = any(dtype in HALF_DTYPES for dtype in dtypes)
         factor, divisor = transport.factors(world_size, half=half)
@@ -312,10 +339,15 @@ class FlatGradients:
             factor = 1.0
             divisor = float(world_size)  # saves a separate pass for the division
         buffers = [message.buffer_in(dtype) for message, dtype in zip(self.messages, dtypes, strict=True)]
-        (through or self._rank_sums).run(
+        values = (
             buffer if buffer is message.flat and factor == 1 else torch.mul(message.flat, factor, out=buffer)
             for message, buffer in zip(self.messages, buffers, strict=True)
         )
+        if message_size < math.inf or triggers:
+            if self._pieces is None:
+                self._pieces = [message.pieces(message_size, triggers) for message in self.messages]
+            values = (whole[piece] for whole, pieces in zip(values, self._pieces, strict=True) for piece in pieces)
+        (through or self._rank_sums).run(values)
         for message, buffer in zip(self.messages, buffers, strict=True):
             if buffer is not message.flat:
                 message.flat.copy_(buffer)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -205,15 +206,33 @@ class GradientMemory:
         return Gradients([one if present else None for one, present in zip(sums, self._present, strict=True)])
 
     def sum_over_ranks(
-        self, transport: Transport, world_size: int, *, update_divides: bool = False, through: RankSums | None = None
+        self,
+        transport: Transport,
+        world_size: int,
+        *,
+        update_divides: bool = False,
+        through: RankSums | None = None,
+        message_size: float = math.inf,
+        triggers: Collection[int] = (),
     ) -> Gradients:
-        """Averages the sums over the ranks, in place; ``update_divides`` leaves the division to the update if that saves a pass."""
+        """Averages the sums over the ranks, in place; ``update_divides`` leaves the division to the update if that saves a pass.
+
+        They are sent in one message for each dtype, or in pieces of at least ``message_size`` elements, or in pieces that end with
+        one of ``triggers`` (ids of parameters).
+        """
         assert self.flat is not None
         for index, sparse in self.sparse.items():
             self.flat.views[index].add_(sparse)
         self.sparse.clear()
         self._filled = True  # other ranks may have had gradients that this rank lacks
-        divisor = self.flat.sum_over_ranks(transport, world_size, update_divides=update_divides, through=through)
+        divisor = self.flat.sum_over_ranks(
+            transport,
+            world_size,
+            update_divides=update_divides,
+            through=through,
+            message_size=message_size,
+            triggers=triggers,
+        )
         return Gradients(self.flat.tensors, divisor, self.flat.take_flags(), complete=all(self._present))
 
 

@@ -234,6 +234,13 @@ class Strategy(LightningNames, NamesKeywords):
 
     # -- the steps -----------------------------------------------------------------------------------------------------------------
 
+    def refuses_sums(self) -> str:
+        """Returns why the precision cannot sum the gradients of micro-batches itself, and what to do; empty if it can.
+
+        It does so in fp32 at O2 and O5: a step's sums are exchanged by :meth:`reduce_gradients`, after all backwards.
+        """
+        return ""
+
     def refuses_graph(self) -> str:
         """Returns why steps cannot be captured as CUDA graphs, and what to do; empty if they can."""
         if self.name == "single":

@@ -54,8 +54,9 @@ class DDP(ProcessGroupStrategy):
             has no effect with manual optimization, which needs no search.
         static_graph: the loss reaches the same parameters in every step.
         gradient_as_bucket_view: gradients are views of the buckets, which saves a copy of them.
-        bucket_cap_mb: the size of a bucket; None is torch's default (25 MB after a first bucket of 1 MB).
-        comm_hook: a function of ``(state, bucket)``, or a pair ``(state, function)``.
+        bucket_cap_mb: the size of a bucket; None is torch's default (25 MB after a first bucket of 1 MB).  The fp32 sums of an
+            accumulation at O2 and O5 are sent in pieces of at least this size, or at once.
+        comm_hook: a function of ``(state, bucket)``, or a pair ``(state, function)``; not with accumulation at O2 and O5.
         broadcast_buffers: broadcasts rank 0's buffers in each step.
         timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
 
@@ -187,6 +188,15 @@ class DDP(ProcessGroupStrategy):
             self._check_mode(automatic=True, accumulates=True)
         return self._wrapper.no_sync()
 
+    def refuses_sums(self) -> str:
+        """Returns why the precision cannot sum gradients itself: torch's wrapper calls a hook with those of one backward."""
+        if self.comm_hook is None:
+            return ""
+        return (
+            "DDP(comm_hook=...) would never be called, because torch's wrapper calls it with the gradients of one backward; leave "
+            "comm_hook out, leave accumulate_grad_batches at 1, or accumulate at O0, O1, O3 or O4"
+        )
+
     def refuses_graph(self) -> str:
         """Returns why steps cannot be captured as CUDA graphs, and what to do; empty if they can."""
         if self.find_unused_parameters:
@@ -218,7 +228,8 @@ class DDP(ProcessGroupStrategy):
         if self.world_size == 1:
             return memory.local()
         if memory.flat is not None:
-            return memory.sum_over_ranks(_OWN_DTYPE, self.world_size)
+            size = math.inf if self.bucket_cap_mb is None else elements_of(self.bucket_cap_mb)
+            return memory.sum_over_ranks(_OWN_DTYPE, self.world_size, message_size=size)
         flat = self._flat_of(memory.parameters)
         flat.copy_back(flat.exchange())
         return IN_PLACE

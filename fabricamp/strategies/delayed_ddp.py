@@ -6,6 +6,7 @@ In this order: the options; a run's module (:meth:`~DelayedDDP.wrap_module`); th
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING, ClassVar
 
@@ -25,7 +26,7 @@ from fabricamp.strategies.exchange import (
     indices_of_triggers,
     marked,
 )
-from fabricamp.strategies.overlapped_allreduce import Lane, Local, Overlap, exchanges_statistics, lanes_for
+from fabricamp.strategies.overlapped_allreduce import Lane, LaneSums, Local, Overlap, exchanges_statistics, lanes_for
 from fabricamp.strategies.process_group import ProcessGroupStrategy
 from fabricamp.strategies.unused_parameters import UnusedParamsReport, listed
 
@@ -47,7 +48,8 @@ _MOST_LISTS = 8
 class DelayedDDP(ProcessGroupStrategy):
     """Every process holds the full module; gradients are averaged after backward, by one collective per dtype.
 
-    ``message_size`` or ``allreduce_trigger_params`` select the overlapped mode: gradients are sent in messages during backward.
+    ``message_size`` or ``allreduce_trigger_params`` select the overlapped mode: gradients are sent in messages during backward,
+    the fp32 sums of an accumulation at O2 and O5 after the last one.
     If a rank's backward leaves out parameters, that rank waits for the others' flags; fabricamp's fused optimizers avoid this
     wait.
 
@@ -57,7 +59,8 @@ class DelayedDDP(ProcessGroupStrategy):
         allreduce_trigger_params: a message is sent as soon as one of these parameters (or names) has its gradient.
         num_allreduce_streams: number of streams that send messages in turn, in overlapped mode.
         allreduce_communicators: your own (process groups, streams) for the messages.
-        retain_allreduce_buffers: leaves averaged gradients in ``.grad``, as views of ``allreduce_buffers``.
+        retain_allreduce_buffers: leaves averaged gradients in ``.grad``, as views of ``allreduce_buffers``; those of an
+            accumulation at O2 and O5, whose sums are fp32, in ``allreduce_buffers`` alone.
         allreduce_always_fp32: exchanges half gradients in fp32.
         allreduce_dtype: the dtype in which gradients are exchanged.
         gradient_average: False sums the gradients instead of averaging them.
@@ -145,6 +148,10 @@ class DelayedDDP(ProcessGroupStrategy):
         self._local = Local()
         self._overlap: Overlap | None = None
         self._lanes: list[Lane] = []
+        # The exchange of fp32 sums of micro-batches: by which lanes, where messages end, and copies that stay after the update.
+        self._lane_sums: LaneSums | None = None
+        self._triggers: frozenset[int] = frozenset()
+        self._retained: list[Tensor] = []
         # The module whose buffers are broadcast with each exchange.
         self._shared: nn.Module | None = None
         self._exchange_of_buffers = Exchange(1, DEFAULT_BUCKET_MB)
@@ -173,6 +180,7 @@ class DelayedDDP(ProcessGroupStrategy):
                 self.device,
                 default=not exchanges_statistics(module),
             )
+            self._lane_sums = LaneSums(self._lanes)
         if not self.broadcast_buffers or next(module.buffers(), None) is None:
             return step
         if not automatic:
@@ -193,8 +201,10 @@ class DelayedDDP(ProcessGroupStrategy):
 
     def _take_module(self, module: nn.Module) -> None:
         """Notes the module's parameters, with their order and which are frozen; drops buffers of the earlier ones."""
-        indices_of_triggers(self.allreduce_trigger_params, module, ())  # unknown names fail before the first batch
         named = list(module.named_parameters())
+        parameters = [parameter for _, parameter in named]
+        triggers = indices_of_triggers(self.allreduce_trigger_params, module, parameters)  # unknown names fail here
+        self._triggers = frozenset(id(parameters[index]) for index in triggers)
         self._module = module
         self._trainable = _trainable(module)
         self._frozen = {id(parameter) for _, parameter in named if not parameter.requires_grad}
@@ -229,12 +239,34 @@ class DelayedDDP(ProcessGroupStrategy):
         if self.world_size == 1:
             return super().reduce_gradients(memory)
         if memory is not None and memory.flat is not None:
-            gradients = memory.sum_over_ranks(self.transport, self.world_size, update_divides=True)
+            with self._marked():
+                gradients = self._average_sums(memory)
         else:
             gradients = self._average(None if memory is None else memory.parameters)
         # After the gradients: ranks may send messages at different times in backward, and the order of collectives has to agree.
         if self._shared is not None:
             self._exchange_of_buffers.broadcast(list(self._shared.buffers()))
+        return gradients
+
+    def _marked(self) -> AbstractContextManager[object]:
+        return marked("exchange of gradients", self.device) if self.prof else contextlib.nullcontext()
+
+    def _average_sums(self, memory: GradientMemory) -> Gradients:
+        """Averages the precision's fp32 sums of micro-batches: in the messages of the overlapped mode, after the last backward."""
+        gradients = memory.sum_over_ranks(
+            self.transport,
+            self.world_size,
+            update_divides=not self.retain_allreduce_buffers,
+            through=self._lane_sums,
+            message_size=self.message_size or math.inf,
+            triggers=self._triggers,
+        )
+        if self.retain_allreduce_buffers:
+            assert memory.flat is not None
+            values = [message.values for message in memory.flat.messages]
+            if [one.shape for one in self._retained] != [one.shape for one in values]:
+                self._retained = [torch.empty_like(one) for one in values]
+            torch._foreach_copy_(self._retained, values)  # the update clears the sums
         return gradients
 
     def _average(self, parameters: Sequence[Tensor] | None) -> Gradients:
@@ -249,10 +281,7 @@ class DelayedDDP(ProcessGroupStrategy):
         flat, report = laid_out
         if flat.frozen:
             self._check_frozen(flat)
-        if self.prof:
-            with marked("exchange of gradients", self.device):
-                gradients = self._exchange(flat, report)
-        else:
+        with self._marked():
             gradients = self._exchange(flat, report)
         if parameters is None or self.retain_allreduce_buffers:
             flat.write_back(gradients)
@@ -291,6 +320,8 @@ class DelayedDDP(ProcessGroupStrategy):
         """The flat tensors with the gradients of the last update; empty unless ``retain_allreduce_buffers`` is set."""
         if not self.retain_allreduce_buffers:
             return []
+        if self._retained:
+            return self._retained
         return [message.result for flat, _ in self._flats.values() for message in flat.messages]
 
     def _lay_out(self, parameters: Sequence[Tensor]) -> tuple[FlatGradients, UnusedParamsReport]:

@@ -83,7 +83,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         reshard_after_forward: True (or "zero3") frees a unit's gathered parameters between forward and backward; False ("zero2")
             keeps them; a number reshards over this number of ranks, which keeps a larger shard.
         offload: keeps shards, gradients and optimizer states in host memory, and runs the update there; weights are moved to the
-            GPU unit by unit.  Without loss scaling: at O0, O4 and O5.
+            GPU unit by unit.  Without loss scaling: at O0, O3, O4 and O5.
         activation_checkpointing: classes of modules that recompute their activations in backward.
         parallelize: a function of the module and a mesh that splits layers with torch's ``parallelize_module``; numbers of
             modules that it changes (heads of an attention) are restored after the run.

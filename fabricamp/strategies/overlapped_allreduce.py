@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fabricamp.errors import DistributedError
+from fabricamp.gradients.buckets import RankSums
 from fabricamp.nn import SyncBatchNorm
 from fabricamp.ops.peer_memory import timeout_of
 from fabricamp.torch_private import stream_in_use
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch.utils.hooks import RemovableHandle
 
@@ -53,10 +54,36 @@ class Lane:
             # The all-reduce runs on the side stream itself; an asynchronous one would take a third stream and more host time.
             flat.send(message, gradients, self.group, wait=True)
 
+    def sum(self, values: Tensor, through: RankSums) -> None:
+        """Starts the all-reduce of ``values``, which the current stream computes."""
+        if self.stream is None:
+            through.start(values, self.group)
+            return
+        self._ready.record(stream_in_use(self._device))
+        self.stream.wait_event(self._ready)
+        with self.stream:
+            through.start(values, self.group, wait=True)
+
     def wait(self) -> None:
         """Makes the current stream wait for the messages on the side stream."""
         if self.stream is not None:
             stream_in_use(self._device).wait_stream(self.stream)
+
+
+class LaneSums(RankSums):
+    """Sums tensors over the ranks, each in place, by the lanes in turn."""
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        super().__init__()
+        self._lanes = lanes
+
+    def run(self, flats: Iterable[Tensor], *, alone: bool = False) -> None:
+        """Sends each of ``flats`` through the next lane as soon as it is yielded, then waits for all."""
+        for number, flat in enumerate(flats):
+            self._lanes[number % len(self._lanes)].sum(flat, self)
+        for lane in self._lanes:
+            lane.wait()
+        self.wait()
 
 
 def lanes_for(

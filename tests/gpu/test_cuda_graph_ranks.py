@@ -124,6 +124,10 @@ CASES = {
     "delayed O2 windows": (DelayedDDP, {"level": "O2", "accumulate": 3, "spikes": True}),
     "delayed O1 odd": (DelayedDDP, {"level": "O1", "odd": True}),
     "overlapped O2": (lambda: DelayedDDP(message_size=2000), {"level": "O2"}),
+    "overlapped O2 windows": (
+        lambda: DelayedDDP(message_size=2000, num_allreduce_streams=2),
+        {"level": "O2", "accumulate": 3},
+    ),
     "ddp O0": (DDP, {}),
     "ddp O1": (DDP, {"level": "O1", "optimizer": torch.optim.AdamW, "sync": False}),
     "ddp O2 views": (lambda: DDP(gradient_as_bucket_view=True), {"level": "O2"}),

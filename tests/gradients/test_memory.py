@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -126,3 +128,33 @@ def test_a_window_begins_with_one_fill_for_all_flags(count):
             memory.add()
         fills.append(seen.count)
     assert fills == [1, 0, 0]
+
+
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=12),
+    st.integers(1, 400),
+    st.sets(st.integers(0, 11)),
+)
+@settings(max_examples=60, deadline=None)
+def test_pieces_of_a_message_hold_each_slot_once_and_are_full(sizes, elements, triggers):
+    parameters = [torch.zeros(size) for size in sizes]
+    chosen = {id(parameters[index]) for index in triggers if index < len(sizes)}
+    memory = GradientMemory(parameters, sums=True)
+    (message,) = memory.flat.messages
+    covered = 0
+    pieces = message.pieces(elements, chosen)
+    for piece in pieces:
+        assert piece.start == covered
+        assert piece.stop > piece.start
+        covered = piece.stop
+    assert covered == message.flat.numel()
+    ends = [view.data_ptr() + view.nbytes for view in message.views]
+    starts = [view.data_ptr() for view in message.views]
+    for piece in pieces[:-1]:
+        own = message.flat[piece]
+        within = [index for index, start in enumerate(starts) if own.data_ptr() <= start < own.data_ptr() + own.nbytes]
+        assert ends[within[-1]] <= own.data_ptr() + own.nbytes  # no slot is cut
+        if chosen:
+            assert id(message.members[within[-1]]) in chosen
+        else:
+            assert own.numel() >= elements
