@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import logging
 import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -516,7 +515,6 @@ def test_every_argument_has_a_row(strategy):
 
 def problems(rows):
     """Returns what is wrong in each cell of a strategy's rows."""
-    logging.getLogger("fabricamp").setLevel(logging.ERROR)
     found = {}
     for (name, row), (level, accumulate) in itertools.product(rows.items(), CELLS):
         wrong = row(level, accumulate)
