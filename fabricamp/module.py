@@ -136,7 +136,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Closure | None = None
     ) -> None:
-        """Runs the update.  The forward has run already: the closure returns the loss that it computed."""
+        """Runs the update.  Forward and backward have run: the closure's first call returns their loss, others run them again."""
         optimizer.step(closure=optimizer_closure)
 
     def configure_gradient_clipping(

@@ -13,9 +13,16 @@ import torch
 
 from fabricamp.engine.update import Update
 from fabricamp.errors import ConfigError
+from fabricamp.gradients.flat import IN_PLACE
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.precision.base import Clip
-from fabricamp.precision.torch_updates import clip_gradients, demands_closure, write_gradients
+from fabricamp.precision.torch_updates import (
+    StepClosure,
+    clip_gradients,
+    demands_closure,
+    takes_closure,
+    write_gradients,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -95,7 +102,7 @@ class ManualUpdate(Update):
             self.stepped = True
             self._not_stepped.discard(optimizer)
             try:
-                return optimizer.step(partial(self.counted_once, optimizer, closure))
+                return optimizer.step(partial(self._counted_once, optimizer, closure))
             finally:
                 self._parts.metrics.muted = False
         result = closure() if closure is not None else None
@@ -108,7 +115,9 @@ class ManualUpdate(Update):
         if plan is None:
             plan = self._parts.precision.plan(optimizer, self._parts.strategy, None)
             self._plans[optimizer] = plan
-        if self._hooks.before_step:
+        if closure is not None and takes_closure(optimizer):
+            self._step_with_closure(plan, closure, result)
+        elif self._hooks.before_step:
             plan.step_shown(partial(self._run_hooks, optimizer))
         else:
             plan.step(self._clips.pop(optimizer, None))
@@ -117,6 +126,46 @@ class ManualUpdate(Update):
             self._gradient_scales.note(self._parts.precision.gradients(optimizer).parameters, unscaled=True)
         self.stepped = True
         self._not_stepped.discard(optimizer)
+        return result
+
+    def _counted_once(self, optimizer: Optimizer, closure: Closure) -> Any:
+        """Runs one of the forwards that the optimizer calls in a step; ``self.log`` counts only the first one of a step.
+
+        In a program written for Lightning it counts all of them, as there: a step's value is that of the last one.
+        """
+        torch.clear_autocast_cache()  # within a training_step it would keep half copies of the weights from before
+        result = closure()
+        self._parts.metrics.muted = not self._shows_shares
+        for hook in self._hooks.before_step:
+            hook(optimizer)
+        return result
+
+    def _step_with_closure(self, plan: UpdatePlan, closure: Closure, result: Any) -> None:
+        """Steps an optimizer that may call ``closure`` again, which has run once and returned ``result``."""
+        optimizer = plan.optimizer
+        again = StepClosure(optimizer, partial(self._run_closure, plan, closure), self._obstacle_to_second_pass())
+        again.loss = result
+        try:
+            if self._hooks.before_step:
+                plan.step_shown(partial(self._run_hooks, optimizer), again.step)
+            else:
+                plan.step_by(again.step, self._clips.pop(optimizer, None))
+        finally:
+            self._parts.metrics.muted = False
+
+    @torch.enable_grad()
+    def _run_closure(self, plan: UpdatePlan, closure: Closure) -> Any:
+        """Runs the user's ``closure`` once more in a step, then exchange, hooks and clipping."""
+        optimizer = plan.optimizer
+        self._parts.metrics.muted = not self._shows_shares
+        # The step is outside of the precision's forward, which the closure has been in before.
+        result = self._parts.precision.forward(partial(self._counted_once, optimizer, closure))
+        gradients = plan.reduce(self._parts.precision.gradients(optimizer))
+        if gradients is not IN_PLACE:
+            write_gradients(optimizer, gradients)
+        clip = self._clips.pop(optimizer, None)
+        if clip is not None:
+            clip_gradients(optimizer, clip)
         return result
 
     def _check_unscaled(self, optimizer: Optimizer) -> None:
@@ -314,25 +363,12 @@ class ClosureUpdate(Update):
         self._check_optimizer()
         optimizer = cast("Optimizer", self._optimizer)
         outputs: list[Output] = []
-
-        def forward_backward() -> Tensor:
-            self.loss = None
-            outputs.append(self._forward_backward(batch, batch_idx))
-            loss = cast("Tensor | None", self.loss)
-            if loss is None:
-                name = type(optimizer).__name__
-                raise ConfigError(f"training_step returned None, but {name} needs the loss of every forward; return it")
-            if self.plan is not None and self.plan.memory is not None:
-                write_gradients(optimizer, self._parts.strategy.reduce_gradients(self.plan.memory()))
-            return loss
+        loss: Tensor | None = None
 
         def closure() -> Tensor:
-            loss: Tensor = self.counted_once(optimizer, forward_backward)
-            clip = self._parts.clip
-            if self._hooks.clipping is not None:
-                self._hooks.clipping(optimizer, clip)
-            elif clip is not None:
-                clip_gradients(optimizer, clip)
+            nonlocal loss
+            output, loss = self._pass_for_closure(batch, batch_idx)
+            outputs.append(output)
             return loss
 
         try:
@@ -342,7 +378,6 @@ class ClosureUpdate(Update):
                 optimizer.step(closure)  # type: ignore[arg-type]  # the closure returns the loss tensor
         finally:
             self._parts.metrics.muted = False
-        loss, self.loss = self.loss, None
         if self.overflow_policy is not None:
             self.overflow_policy.launch_close(loss)
         self._note_update()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from fabricamp.data import set_epoch
 from fabricamp.engine.overflow_policy import OverflowPolicy
 from fabricamp.engine.schedules import Schedules
 from fabricamp.errors import ConfigError, OptimizationError
+from fabricamp.gradients.flat import IN_PLACE
 from fabricamp.gradients.memory import GradientMemory
 from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
@@ -30,6 +31,7 @@ from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.precision.base import Precision
 from fabricamp.precision.level import OptLevel
 from fabricamp.precision.step_results import LossWatch
+from fabricamp.precision.torch_updates import StepClosure, clip_gradients, takes_closure, write_gradients
 from fabricamp.state import Scope
 from fabricamp.strategies.base import Strategy
 
@@ -44,8 +46,6 @@ if TYPE_CHECKING:
     from fabricamp.gradients.flat import Gradients
     from fabricamp.precision.base import Clip
     from fabricamp.precision.update_plan import UpdatePlan
-
-Value = TypeVar("Value")
 
 _LOOKS: Final = 5
 """Updates before which half weights are compared with their masters; on a GPU the host learns the result in a later one."""
@@ -100,6 +100,12 @@ class Update:
         self._advances_at_once = self.schedules.follow_steps and not schedules_wait
         # _compare_kinds, which runs once, replaces it by an object without itself.
         self._hooks = resolve_hooks(parts, self._optimizer)
+        self._closure: StepClosure | None = None
+        """What the optimizer's step, or the module's ``optimizer_step``, can call; None: the optimizer needs none."""
+        self._batch: tuple[Batch, int] | None = None  # of the step, while the closure may run it again
+        self._outputs_again: Output = None
+        if self._optimizer is not None and (takes_closure(self._optimizer) or self._hooks.step is not None):
+            self._closure = StepClosure(self._optimizer, self._run_again, self._obstacle_to_second_pass())
         # With several ranks, a weight on some ranks only would leave the others waiting in its exchange: before the first backward
         # the ranks compare whether their losses have weights.  False once they have found that no loss has one.
         self._compares_kinds = automatic and parts.strategy.world_size > 1
@@ -176,7 +182,10 @@ class Update:
             self._look_for_unseen_edits()
             loss = self.loss
             self.loss = None
-            self._launch_update(loss, batch_idx)
+            if self._closure is None:
+                self._launch_update(loss, batch_idx)
+            else:
+                outputs = self._launch_with_closure(self._closure, loss, batch, batch_idx, outputs)
             self._note_update()
         elif ends:
             self._note_empty_step()
@@ -304,9 +313,93 @@ class Update:
                 self.overflow_policy.launch_close(loss)
         elif self._hooks.shows_gradients:
             self._launch_shown_update(plan, loss, batch_idx)
+        elif self._closure is not None:
+            self._closure.loss = loss
+            plan.run_by(self._closure.step, loss)
+            plan.after()
         else:
             plan.run(loss)
             plan.after()
+
+    # -- closures ----------------------------------------------------------------------------------------------------------------
+
+    def _launch_with_closure(
+        self, closure: StepClosure, loss: Tensor, batch: Batch, batch_idx: int, outputs: Output
+    ) -> Output:
+        """Launches an update whose optimizer may run ``batch`` again; returns the outputs for the hooks after it."""
+        self._batch = batch, batch_idx
+        self._outputs_again = None
+        try:
+            self._launch_update(loss, batch_idx)
+        finally:
+            self._batch = None
+            self._parts.metrics.muted = False
+        # In a program written for Lightning, hooks get the outputs of the last forward.
+        return self._outputs_again if self._shows_shares and self._outputs_again is not None else outputs
+
+    def _obstacle_to_second_pass(self) -> str:
+        """Returns why a closure cannot run forward and backward again within a step, and what to change; empty if it can."""
+        parts = self._parts
+        precision = parts.precision
+        name = precision.name
+        if isinstance(precision, OptLevel) and (precision.level.loss_scale != 1.0 or precision.level.master_weights):
+            return f"precision {name!r} does not offer: its loss scale and fp32 masters belong to one backward; use 'O0' or 'O4'"
+        if precision.verdicts is not None:
+            return (
+                f"nan_policy={parts.settings.nan_policy!r} does not offer: it checks one backward; leave nan_policy out"
+            )
+        if not precision.splits_steps:
+            return f"a precision that overrides step ({type(precision).__name__}) does not offer; use 'O0' or 'O4'"
+        if parts.settings.accumulates:
+            return (
+                "accumulate_grad_batches > 1 does not offer: the step has several batches; give 1, and larger batches"
+            )
+        strategy = parts.strategy
+        if strategy.sharding.shards or strategy.membership.heals:
+            return f"strategy={strategy.name!r} does not offer; use 'ddp'"
+        return ""
+
+    def _run_again(self) -> Tensor:
+        """Runs forward and backward of the step's batch once more, for a closure; returns the loss."""
+        name = type(self._optimizer).__name__
+        if self._batch is None:
+            raise ConfigError(f"the closure of {name}.step was called after the step; call it within the step")
+        if self.weights is not None:
+            raise ConfigError(
+                f"training_step returned (sum, weight), but {name} runs backward again within its step; return the mean"
+            )
+        self._parts.metrics.muted = not self._shows_shares
+        self._outputs_again, loss = self._pass_for_closure(*self._batch)
+        return loss
+
+    @torch.enable_grad()  # an optimizer may call its closure within no_grad
+    def _pass_for_closure(self, batch: Batch, batch_idx: int) -> tuple[Output, Tensor]:
+        """Runs forward, backward, exchange and clipping for a closure; returns the outputs for hooks, and the loss.
+
+        ``self.log`` counts only the first forward of a step.  In a program written for Lightning it counts all of them, as there: a
+        step's value is that of the last one.
+        """
+        optimizer = cast("Optimizer", self._optimizer)
+        plan = cast("UpdatePlan", self.plan)
+        torch.clear_autocast_cache()  # within a step it would keep half copies of the weights from before
+        self.loss = None
+        outputs = self._forward_backward(batch, batch_idx)
+        loss = cast("Tensor | None", self.loss)
+        self.loss = None
+        if loss is None:
+            name = type(optimizer).__name__
+            raise ConfigError(f"training_step returned None, but {name} needs the loss of every forward; return it")
+        gradients = plan.exchange()
+        if gradients is not IN_PLACE:
+            write_gradients(optimizer, gradients)
+        self._parts.metrics.muted = not self._shows_shares
+        for hook in self._hooks.before_step:
+            hook(optimizer)
+        if self._hooks.clipping is not None:
+            self._hooks.clipping(optimizer, plan.clip)
+        elif plan.clip is not None:
+            clip_gradients(optimizer, plan.clip)
+        return outputs, loss
 
     def _check_optimizer(self) -> None:
         """Raises if a hook has put another optimizer into ``trainer.optimizers``: it has no masters, and the plan is not for it."""
@@ -329,7 +422,7 @@ class Update:
         """Launches an update before which hooks or overridden methods see the gradients: unscaled, in ``.grad``."""
         optimizer = plan.optimizer
         hooks = self._hooks
-        run = None
+        run: Callable[[], object] | None = None
 
         def look() -> Clip | None:
             for hook in hooks.before_step:
@@ -339,8 +432,12 @@ class Update:
             hooks.clipping(optimizer, plan.clip)
             return None
 
-        if hooks.step is not None:
-            run = partial(hooks.step, self._state.epoch, batch_idx, optimizer, lambda: loss)
+        if self._closure is not None:
+            self._closure.loss = loss
+            run = self._closure.step
+            if hooks.step is not None:
+                step = partial(hooks.step, self._state.epoch, batch_idx, optimizer, self._closure)
+                run = partial(self._closure.during, step)
         plan.run_shown(loss, look, run)
 
     def _note_update(self) -> None:
@@ -369,17 +466,6 @@ class Update:
                 optimizer: Any = self._optimizer
                 optimizer._opt_called = True
             self.schedules.advance(self._state.global_step)
-
-    def counted_once(self, optimizer: Optimizer, forward_backward: Callable[[], Value]) -> Value:
-        """Runs one of the forwards that the optimizer calls in a step; ``self.log`` counts only the first one of a step.
-
-        In a program written for Lightning it counts all of them, as there: a step's value is that of the last one.
-        """
-        result = forward_backward()
-        self._parts.metrics.muted = not self._shows_shares
-        for hook in self._hooks.before_step:
-            hook(optimizer)
-        return result
 
     # -- the accumulation in progress --------------------------------------------------------------------------------------------
 

@@ -140,9 +140,9 @@ class Precision(NamesKeywords):
         """Writes the gradients into ``.grad`` that ``optimizer.step`` reads: the part of :meth:`step` that a graph captures."""
         self._stages(optimizer).prepare(gradients, clip, loss)
 
-    def step_prepared(self, optimizer: Optimizer) -> None:
+    def step_prepared(self, optimizer: Optimizer, run: Callable[[], object] | None = None) -> None:
         """Steps the optimizer with these gradients, or skips: the rest of :meth:`step`."""
-        self._stages(optimizer).step_prepared()
+        self._stages(optimizer).step_prepared(run)
 
     def notes(self) -> list[str]:
         """Returns lines for the summary of a fit, with the module converted."""

@@ -422,10 +422,10 @@ class OptLevel(Precision):
         with self._outside[0], self._outside[1]:
             super().prepare_step(optimizer, gradients, clip, loss)
 
-    def step_prepared(self, optimizer: Optimizer) -> None:
+    def step_prepared(self, optimizer: Optimizer, run: Callable[[], object] | None = None) -> None:
         """Steps the optimizer with these gradients, or skips; then rounds the masters into the module."""
         with self._outside[0], self._outside[1]:
-            super().step_prepared(optimizer)
+            super().step_prepared(optimizer, run)
 
     # -- state -------------------------------------------------------------------------------------------------------------------
 

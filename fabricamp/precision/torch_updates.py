@@ -1,10 +1,11 @@
-"""Updates by torch's own functions: gradients written into ``.grad`` and clipped there, steps skipped by torch's protocol.
+"""Updates by torch's own functions: gradients in ``.grad``, clipped there; steps skipped by torch's protocol; closures.
 
 Used for optimizers without kernels of the package, and wherever the results have to equal a hand-written loop's bit by bit.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import operator
@@ -22,6 +23,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.gradients.flat import Gradients
 from fabricamp.ops.shards import SharedRows, any_shard, local_gradient
 from fabricamp.optimizers.refusals import name_of, owned_parameters
+from fabricamp.precision.master_weights import module_parameter
 
 if TYPE_CHECKING:
     from fabricamp.precision.base import Clip
@@ -30,6 +32,7 @@ logger = logging.getLogger("fabricamp")
 
 _grad: Final = operator.attrgetter("grad")
 _is_sparse: Final = operator.attrgetter("is_sparse")
+_version: Final = operator.attrgetter("_version")
 
 
 def may_skip(optimizer: Optimizer) -> bool:
@@ -177,7 +180,92 @@ def _clip_shards(optimizer: Optimizer, parameters: list[Tensor], clip: Clip) -> 
         torch._foreach_clamp_max_(own, clip.value)
 
 
+# -- closures ----------------------------------------------------------------------------------------------------------------------
+
+
 def demands_closure(optimizer: Optimizer) -> bool:
     """Returns whether ``optimizer.step`` cannot be called without a closure (LBFGS)."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Returns whether ``optimizer.step`` takes a closure and may do more with it than ask for the loss.
+
+    torch's optimizers and the package's call a closure once, before they read anything (LBFGS demands one).
+    """
+    if calls_once(optimizer):
+        return False
+    parameters = inspect.signature(type(optimizer).step).parameters
+    return "closure" in parameters or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+
+
+def calls_once(optimizer: Optimizer) -> bool:
+    """Returns whether the ``step`` of the optimizer's class is torch's or the package's, and not LBFGS's."""
+    package = getattr(type(optimizer).step, "__module__", "").partition(".")[0]
+    return package in ("torch", "fabricamp") and not demands_closure(optimizer)
+
+
+class StepClosure:
+    """The closure of each step of ``optimizer``: returns the loss, with its gradients in ``.grad``, ready for the update.
+
+    The first call in a step returns the loss that is there, if neither the weights nor their gradients were written since the step
+    began: an optimizer that calls its closure once, at its beginning, costs nothing.  Each other call runs ``again``, which returns
+    the new loss; or raises :class:`ConfigError` with ``obstacle``, which says why that is impossible and what to change.
+    """
+
+    def __init__(self, optimizer: Optimizer, again: Callable[[], Any], obstacle: str) -> None:
+        self.loss: Any = None
+        """The loss of the step's gradients, set before each step; in manual optimization what the user's closure returned."""
+        self._optimizer: Any = optimizer
+        self._again = again
+        self._obstacle = obstacle
+        self._calls_once = calls_once(optimizer)
+        self._is_first = True
+        self._tensors: list[Tensor] = []
+        self._gradients: list[Tensor | None] = []
+        self._versions: list[int] = []
+
+    def step(self) -> object:
+        """Steps the optimizer with this closure."""
+        return self.during(functools.partial(self._optimizer.step, closure=self))
+
+    def during(self, step: Callable[[], object]) -> object:
+        """Calls ``step``, which may call this closure any number of times."""
+        self._note_versions()
+        try:
+            return step()
+        finally:
+            self._gradients = []  # keeps no gradient alive
+
+    def __call__(self) -> Any:
+        """Returns the loss."""
+        is_first, self._is_first = self._is_first, False
+        if is_first and self._is_unwritten():
+            return self.loss
+        if not self._obstacle:
+            return self._again()
+        # Between the calls of an optimizer that makes one, and of the module's own optimizer_step, only the module's lines ran.
+        if self._calls_once and self._is_unwritten():
+            return self.loss
+        raise ConfigError(
+            f"{type(self._optimizer).__name__}.step calls its closure a second time, or after it has changed weights or gradients: "
+            f"that takes another forward and backward, which {self._obstacle}"
+        )
+
+    def _note_versions(self) -> None:
+        owned = owned_parameters(self._optimizer)
+        if len(owned) > len(self._tensors) or not all(map(operator.is_, owned, self._tensors)):
+            halves = [half for master in owned if (half := module_parameter(master)) is not master]
+            self._tensors = [*owned, *halves]
+        self._is_first = True
+        self._gradients = list(map(_grad, self._tensors))
+        self._versions = self._current_versions()
+
+    def _is_unwritten(self) -> bool:
+        same = all(map(operator.is_, map(_grad, self._tensors), self._gradients))
+        return same and self._current_versions() == self._versions
+
+    def _current_versions(self) -> list[int]:
+        gradients = [gradient for gradient in self._gradients if gradient is not None]
+        return list(map(_version, [*self._tensors, *gradients]))

@@ -61,6 +61,7 @@ from fabricamp.precision.nonfinite_tracker import GradStatsRecord, NonFiniteTrac
 from fabricamp.precision.param_grads import ParamGradMap, create_grad, flags_of, values_of
 from fabricamp.precision.step_results import StepResults
 from fabricamp.precision.torch_updates import (
+    StepClosure,
     clip_gradients,
     clip_limits,
     demands_closure,
@@ -116,6 +117,12 @@ class UpdatePlan:
         if self._close is not None:
             self._close(loss)
 
+    def run_by(self, step: Callable[[], object], loss: Tensor | None) -> None:
+        """As :meth:`run`, but ``step``, which gives the optimizer a closure, replaces ``optimizer.step``."""
+        self._precision.step(self.optimizer, self.exchange(), self.clip, run=step, loss=loss)
+        if self._close is not None:
+            self._close(loss)
+
     def run_shown(self, loss: Tensor | None, look: Callable[[], Clip | None], run: Callable[[], object] | None) -> None:
         """As :meth:`run`, but ``look`` sees and edits unscaled gradients before, and ``run`` replaces ``optimizer.step``."""
         self._precision.step(self.optimizer, self.exchange(), run=run, look=look)
@@ -127,10 +134,15 @@ class UpdatePlan:
         gradients = self.reduce(self._precision.gradients(self.optimizer))
         self._precision.step(self.optimizer, gradients, clip)
 
-    def step_shown(self, look: Callable[[], Clip | None]) -> None:
+    def step_by(self, step: Callable[[], object], clip: Clip | None) -> None:
+        """As :meth:`step`, but ``step``, which gives the optimizer a closure, replaces ``optimizer.step``."""
+        gradients = self.reduce(self._precision.gradients(self.optimizer))
+        self._precision.step(self.optimizer, gradients, clip, run=step)
+
+    def step_shown(self, look: Callable[[], Clip | None], run: Callable[[], object] | None = None) -> None:
         """As :meth:`step`, but ``look`` sees and edits unscaled gradients before, and returns how to clip them."""
         gradients = self.reduce(self._precision.gradients(self.optimizer))
-        self._precision.step(self.optimizer, gradients, look=look)
+        self._precision.step(self.optimizer, gradients, run=run, look=look)
 
     def prepare(self, loss: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
         """Launches all of :meth:`run` but the optimizer's own step and the rounding of its masters.
@@ -144,9 +156,12 @@ class UpdatePlan:
             self._close(loss)
         return [(parameter, parameter.grad) for parameter in owned_parameters(self.optimizer)]
 
-    def step_prepared(self) -> None:
-        """Steps the optimizer with the gradients of :meth:`prepare` in ``.grad``, or skips; drops the used gradients."""
-        self._precision.step_prepared(self.optimizer)
+    def step_prepared(self, step: Callable[[], object] | None = None) -> None:
+        """Steps the optimizer with the gradients of :meth:`prepare` in ``.grad``, or skips; drops the used gradients.
+
+        ``step``, which gives the optimizer a closure, replaces ``optimizer.step``.
+        """
+        self._precision.step_prepared(self.optimizer, step)
 
     def exchange(self) -> Gradients:
         """Averages the gradients over the ranks, or completes their exchange; returns where they are."""
@@ -250,9 +265,9 @@ class Stages:
         if clip is not None:
             clip_gradients(self.optimizer, clip)
 
-    def step_prepared(self) -> None:
+    def step_prepared(self, run: Callable[[], object] | None = None) -> None:
         """Steps the optimizer, or skips: :meth:`step` from ``optimizer.step`` on, with the gradients of :meth:`prepare`."""
-        self.optimizer.step()
+        (run or self.optimizer.step)()
 
     def launch(self, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
         """Updates from the gradients in the strategy's buffers, by kernels; ``.grad`` stays as it is."""
@@ -494,10 +509,10 @@ class ScaledStages(Stages):
         self.params.drop_half_grads()
 
     @torch.no_grad()
-    def step_prepared(self) -> None:
+    def step_prepared(self, run: Callable[[], object] | None = None) -> None:
         """Steps the optimizer, or skips; then rounds its masters and drops the used gradients."""
         self.params.has_written_grads = True  # by the graph, which leaves out the host's part of prepare()
-        self._update_by_grad(None, self._state.found_inf)
+        self._update_by_grad(run, self._state.found_inf)
         self.params.clear(sums=False)
 
     def after(self) -> None:
@@ -632,22 +647,23 @@ class ScaledStages(Stages):
         optimizer = self.optimizer
         if self._scaling.half_on_cpu and isinstance(optimizer, torch.optim.SGD):
             leave_fused(optimizer, tell=self._scaling.strategy.rank == 0)
-        if self._scaler is not None and run is None and may_skip(optimizer):
-            run_unless_overflow(optimizer, found_inf)
+        is_override = run is not None and not isinstance(getattr(run, "__self__", None), StepClosure)
+        if self._scaler is not None and not is_override and may_skip(optimizer):
+            run_unless_overflow(optimizer, found_inf, run)
             return
         if self._scaler is not None:
-            self._warn_of_wait(run)
+            self._warn_of_wait(is_override=is_override)
             if found_inf.item():
                 return
         with torch.enable_grad():
             (run or optimizer.step)()
 
-    def _warn_of_wait(self, run: Callable[[], object] | None) -> None:
+    def _warn_of_wait(self, *, is_override: bool) -> None:
         scaling = self._scaling
         if scaling.warned_of_wait or scaling.strategy.rank != 0 or scaling.strategy.device.type == "cpu":
             return
         scaling.warned_of_wait = True
-        if run is not None:
+        if is_override:
             cure = "leave optimizer_step to the Trainer"
         else:
             cure = "Adam, AdamW, Adagrad and SGD without dampening decide it on the device with fused=True"

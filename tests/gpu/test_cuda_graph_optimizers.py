@@ -320,3 +320,41 @@ def test_auto_trains_with_a_plain_optimizer_and_says_how(caplog):
     assert watch.replays > 20
     (line,) = [line for line in caplog.messages if "AdamW.step runs after each replay" in line]
     assert "The host launches the update in every step" in line
+
+
+class Closing(torch.optim.SGD):
+    """A user's class that calls its closure ``calls`` times, the first time at its beginning."""
+
+    calls = 1
+
+    def step(self, closure=None):
+        self.seen = [*getattr(self, "seen", ()), closure().detach().clone()]
+        for _ in range(1, self.calls):
+            closure()
+        return super().step()
+
+
+def test_a_closure_returns_the_loss_of_the_replay():
+    def make(parameters):
+        return Closing(parameters, lr=0.01, momentum=0.9)
+
+    runs = [trained(make, graph, schedule=False) for graph in (False, GRAPH)]
+    same(*runs)
+    (eager, *_), (replayed, *_) = runs
+    losses = [torch.stack(trainer.optimizers[0].seen) for trainer in (eager, replayed)]
+    assert len(losses[0]) == STEPS
+    assert torch.equal(*losses)
+
+
+def test_a_second_call_of_a_closure_is_refused():
+    class Again(Closing):
+        calls = 2
+
+    def make(parameters):
+        return Again(parameters, lr=0.01)
+
+    for graph in (GRAPH, "auto"):
+        with pytest.raises(
+            ConfigError, match=r"Again\.step calls its closure a second time.*cuda_graph does not offer"
+        ):
+            trained(make, graph, schedule=False)

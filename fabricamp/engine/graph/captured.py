@@ -184,6 +184,8 @@ class CapturedStep(Captured):
         self.handed: list[tuple[Tensor, Tensor | None]] = []
         """Each parameter that an optimizer outside of the graph updates (it may be a master), with the graph's gradient for it;
         empty if the optimizer is in the graph."""
+        self.handed_loss: Tensor | None = None
+        """The loss that the closure of such an optimizer returns."""
         self._role = role
         self._memory = memory
         self._flat = None if memory is None else memory.flat

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from fabricamp.engine.loop import FitParts
     from fabricamp.engine.session import Session
     from fabricamp.gradients.memory import GradientMemory
+    from fabricamp.precision.update_plan import UpdatePlan
 
 _LOG = logging.getLogger("fabricamp")
 _GIB = 2**30
@@ -113,6 +114,7 @@ class GraphUpdate(Update):
         self._weight_by_key: dict[Key, float | None] = {}
         self._eager_updates = 0
         self._handed: list[tuple[Tensor, Tensor | None]] = []
+        self._handed_loss: Tensor | None = None
         super().__init__(parts)
         options = session.settings.cuda_graph
         assert options is not None
@@ -463,6 +465,7 @@ class GraphUpdate(Update):
         step = CapturedStep(parts.module, inputs, role, LogReplay(parts.metrics), memory, hooks)
         used = self._capture_launches(step, lambda: self._launch_captured(step, inputs, role))
         step.handed = self._handed
+        step.handed_loss = self._handed_loss
         self._handed = []
         step.loss = None if self.loss is None else self.loss.detach()
         verdicts = parts.precision.verdicts
@@ -535,6 +538,7 @@ class GraphUpdate(Update):
         self.loss = None
         if self.steps_outside:
             assert self.plan is not None
+            self._handed_loss = loss.detach()
             self._handed = self.plan.prepare(loss)
             if any(gradient is not None and gradient.is_sparse for _, gradient in self._handed):
                 name = type(self._optimizer).__name__
@@ -552,12 +556,22 @@ class GraphUpdate(Update):
             return
         self.plan.prepare(loss)
         with self._watch.allowing_waits():
-            self.plan.step_prepared()
+            self._step_prepared(self.plan, loss)
+
+    def _step_prepared(self, plan: UpdatePlan, loss: Tensor | None) -> None:
+        if self._closure is None:
+            plan.step_prepared()
+        else:
+            self._closure.loss = loss
+            plan.step_prepared(self._closure.step)
+
+    def _obstacle_to_second_pass(self) -> str:
+        return "cuda_graph does not offer: a replay is one forward and backward; leave cuda_graph out"
 
     def _run_optimizer(self, step: CapturedStep, *, first: bool) -> None:
         """Steps the optimizer with the gradients of a replay."""
         assert self.plan is not None
-        self.plan.step_prepared()
+        self._step_prepared(self.plan, step.handed_loss)
         if first and (key := kept_gradient(self.plan.optimizer, step.handed)):
             name = type(self._optimizer).__name__
             self._give_up(
