@@ -150,7 +150,15 @@ def _read_file(
             # Opened by torch alone, as all types are allowed; the seal covers the pickle, and the digest closed objects.
             state.pop(CHECKSUM, None)
         _check_unchanged(state, path, sealed=sealed)
-        state = upgraded(translated(state), path)
+        try:
+            state = upgraded(translated(state), path)
+        except CheckpointError:
+            raise
+        except Exception as error:  # a file without a checksum may have any layout
+            raise CheckpointError(
+                f"{path} is damaged or not a checkpoint ({type(error).__name__}: {error!s:.300}); use an older one from the same "
+                "folder"
+            ) from error
     if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict | ObjectRef):
         held = f"a {type(state).__name__}"
         if isinstance(state, dict):

@@ -101,8 +101,10 @@ def _write_once(
     strategy.agree(_problem(path, lambda: write_shards(folder, shards, strategy.group)))
     files = strategy.on_rank_zero(writer.files)
     own = _files_checked_by(strategy)
-    strategy.agree(_problem(path, lambda: check_shards(folder, files, own)))
-    strategy.on_rank_zero(lambda: writer.end(unsharded, files))
+    contents: dict[str, str] = {}
+    strategy.agree(_problem(path, lambda: contents.update(check_shards(folder, files, own))))
+    of_all_ranks = strategy.all_gather_object(contents)
+    strategy.on_rank_zero(lambda: writer.end(unsharded, files, {name: of[name] for of in of_all_ranks for name in of}))
 
 
 def _files_checked_by(strategy: Strategy) -> Callable[[str], bool]:
@@ -151,11 +153,15 @@ class _FolderWriter:
         with _explained_errors(self.target):
             return files_of(self._folder)
 
-    def end(self, unsharded: StateDict, files: dict[str, int]) -> None:
-        """Completes the checkpoint after all ranks have written and checked their files: writes ``state.pt`` and renames."""
+    def end(self, unsharded: StateDict, files: dict[str, int], contents: dict[str, str]) -> None:
+        """Completes the checkpoint after all ranks have written and checked their files: writes ``state.pt`` and renames.
+
+        ``contents`` has the digests of what the files hold.
+        """
         with _explained_errors(self.target):
             sync(self._folder)
-            shards = {"folder": self._folder.name, "files": files, "digest": digest_of(self._folder)}
+            digest = digest_of(self._folder)
+            shards = {"folder": self._folder.name, "files": files, "contents": contents, "digest": digest}
             write_checkpoint(self._container / storage.STATE, {**unsharded, SHARDS: shards})
             self._ended = True
             self._open.close()
@@ -259,7 +265,7 @@ def read_folder(path: str, *, verify: bool = True, map_location: object = "cpu",
         return state
     folder, files = _shard_files(state, path)
     if verify:
-        _with_path_in_errors(path, lambda: check_shards(folder, files, lambda _: True))
+        _check(path, state, lambda _: True)
     stored = dict(stored_in(state))
     targets = {name: torch.empty(meta.shape, dtype=meta.dtype, device="cpu") for name, meta in stored.items()}
     _with_path_in_errors(path, lambda: read_shards(folder, _by_names_on_disk(state, targets), files))
@@ -277,15 +283,34 @@ def read_without_shards(path: str, *, map_location: object = "cpu", verify: bool
     """
     state = read_checkpoint(Path(path) / storage.STATE, map_location, verify=verify, **options)
     folder, _ = _shard_files(state, path)
-    if not (folder / METADATA).is_file() or digest_of(folder) != state[SHARDS].get("digest"):
-        raise CheckpointError(f"{path} is damaged: the list of its tensors is missing, or not the one that was written")
+
+    def check_list() -> None:
+        if not (folder / METADATA).is_file() or digest_of(folder) != state[SHARDS].get("digest"):
+            raise CheckpointError("the list of its tensors is missing, or not the one that was written: it is damaged")
+
+    _with_path_in_errors(path, check_list)
     return state
 
 
 def check_together(path: str, state: StateDict, strategy: Strategy) -> None:
     """Raises :class:`CheckpointError` if a tensor file is damaged; each rank checks its share of the files."""
+    _check(path, state, _files_checked_by(strategy))
+
+
+def _check(path: str, state: StateDict, names: Callable[[str], bool]) -> None:
+    """Raises :class:`CheckpointError` if a tensor file that ``names`` selects is damaged, or of another checkpoint."""
     folder, files = _shard_files(state, path)
-    _with_path_in_errors(path, lambda: check_shards(folder, files, _files_checked_by(strategy)))
+
+    def check() -> None:
+        contents = check_shards(folder, files, names)
+        written = state[SHARDS].get("contents", contents)  # folders of 0.2.0 do not say what their files hold
+        for name, digest in contents.items():
+            if written.get(name) != digest:
+                raise CheckpointError(
+                    f"{folder / name} is not the file that was written here, but one of another checkpoint"
+                )
+
+    _with_path_in_errors(path, check)
 
 
 def read_into(path: str, state: StateDict, targets: dict[str, torch.Tensor]) -> None:
@@ -364,6 +389,10 @@ def _with_path_in_errors(path: str, action: Callable[[], object]) -> None:
         raise CheckpointError(f"checkpoint {path}: {error}; use another one") from error
     except OSError as error:
         raise CheckpointError(f"checkpoint {path}: {error.strerror or error}") from error
+    except Exception as error:  # damaged bytes can raise anything, and no rank may end alone
+        raise CheckpointError(
+            f"checkpoint {path} is damaged ({type(error).__name__}: {error!s:.300}); use another one"
+        ) from error
 
 
 @contextlib.contextmanager

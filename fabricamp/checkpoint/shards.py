@@ -135,8 +135,11 @@ def digest_of(folder: Path) -> str:
     return hashlib.blake2b((folder / METADATA).read_bytes(), digest_size=16).hexdigest()
 
 
-def check_shards(folder: Path, files: Mapping[str, int], names: Callable[[str], bool]) -> None:
-    """Reads the complete files that ``names`` selects; raises :class:`CheckpointError` if a file is missing or damaged."""
+def check_shards(folder: Path, files: Mapping[str, int], names: Callable[[str], bool]) -> dict[str, str]:
+    """Reads the complete files that ``names`` selects; returns a digest of what each one holds.
+
+    Raises :class:`CheckpointError` if a file is missing or damaged.
+    """
     existing = files_of(folder)
     if existing != dict(files):
         wrong = sorted(set(existing.items()) ^ set(files.items()))
@@ -145,21 +148,28 @@ def check_shards(folder: Path, files: Mapping[str, int], names: Callable[[str], 
     for stored in _Reader(folder, files).read_metadata().storage_data.values():
         if stored.relative_path in extents:
             extents[stored.relative_path].append((stored.offset, stored.length))
+    digests = {}
     for name, file_extents in extents.items():
+        digest = hashlib.blake2b(digest_size=16)
         with (folder / name).open("rb") as file:
             for offset, length in sorted(file_extents):
                 file.seek(offset)
-                _check_part(io.BytesIO(file.read(length)), folder / name)
+                digest.update(_checked_part(io.BytesIO(file.read(length)), folder / name))
+        digests[name] = digest.hexdigest()
+    return digests
 
 
-def _check_part(part: io.BytesIO, file: Path) -> None:
+def _checked_part(part: io.BytesIO, file: Path) -> bytes:
+    """Returns names, sizes and checksums of what a part of a tensor file holds; raises if these are not its checksums."""
     try:
         with zipfile.ZipFile(part) as archive:
             damaged = archive.testzip()
-    except zipfile.BadZipFile as error:
-        raise CheckpointError(f"{file} is damaged ({error})") from error
+            members = [(member.filename, member.file_size, member.CRC) for member in archive.infolist()]
+    except Exception as error:  # a flipped bit may ask for a password, another compression, or a name that is no text
+        raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {error!s:.200})") from error
     if damaged is not None:
         raise CheckpointError(f"{file} is damaged: the checksum of {damaged} is wrong")
+    return repr(members).encode()
 
 
 class _Unpickler(pickle.Unpickler):

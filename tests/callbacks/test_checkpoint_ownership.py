@@ -334,3 +334,18 @@ def test_what_a_kill_left_behind_the_last_save_goes_when_the_run_is_started_agai
 @pytest.mark.slow
 def test_several_leave_no_orphans_after_a_hundred_kills(tmp_path):
     kill_several(tmp_path, 100, seed=4)
+
+
+def test_the_file_that_a_run_resumed_from_stays_until_the_next_resume(tmp_path):
+    def fit(steps, from_step=None):
+        files = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=1)
+        trainer = quiet_trainer(max_steps=steps, max_epochs=-1, callbacks=[files], enable_checkpointing=True)
+        path = None if from_step is None else str(tmp_path / f"step={from_step}.ckpt")
+        trainer.fit(Classifier(), loader(16), ckpt_path=path)
+        return {name for name in names(tmp_path) if name.endswith(".ckpt")}
+
+    assert fit(6) == {"step=4.ckpt", "step=6.ckpt"}, "the two newest"
+    assert fit(12, from_step=6) == {"step=6.ckpt", "step=10.ckpt", "step=12.ckpt"}, (
+        "and the one that the run began with"
+    )
+    assert fit(14, from_step=12) == {"step=12.ckpt", "step=14.ckpt"}, "the next run has removed it"

@@ -277,3 +277,62 @@ def test_nothing_that_a_folder_brings_is_run_or_followed(state, tmp_path):
 def test_a_folder_that_is_no_checkpoint_is_told(tmp_path):
     with pytest.raises(CheckpointError, match=r"is a folder without state\.pt"):
         read_checkpoint(tmp_path)
+
+
+def test_a_tensor_file_of_another_checkpoint_is_refused_by_name(state, tmp_path):
+    paths = [tmp_path / name for name in ("a.ckpt", "b.ckpt")]
+    for number, path in enumerate(paths):
+        written(path, {**state, "state_dict": {name: value + number for name, value in state["state_dict"].items()}})
+    other, own = (next(path.glob("shards-*/__0_0.distcp")) for path in paths)
+    assert other.stat().st_size == own.stat().st_size
+    whole = own.read_bytes()
+    own.write_bytes(other.read_bytes())
+    with pytest.raises(
+        CheckpointError, match=r"__0_0.distcp is not the file that was written here, but one of another"
+    ):
+        read_checkpoint(paths[1])
+    own.write_bytes(whole)
+    assert read_checkpoint(paths[1])["state_dict"]["weight"][0, 0] == 1
+
+
+def test_a_folder_that_does_not_say_what_its_files_hold_is_read(state, tmp_path):
+    path = written(tmp_path / "a.ckpt", state)
+    written_state = torch.load(path / storage.STATE, weights_only=True)
+    del written_state["shards"]["contents"], written_state["checksum"]  # as version 0.2.0 wrote it
+    torch.save(written_state, path / storage.STATE)
+    check(read_checkpoint(path))
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [{"contents": 5}, {"contents": {}}, {"files": {"__0_0.distcp": "x", 5: None}}, {"digest": []}, {"renamed": 3}],
+)
+def test_a_list_of_files_of_another_layout_is_damage(shards, state, tmp_path):
+    path = written(tmp_path / "a.ckpt", state)
+    rewritten(path, **shards)
+    with pytest.raises(CheckpointError, match=r"a\.ckpt"):
+        read_checkpoint(path)
+
+
+def flips(content):
+    """Returns positions and bits: of every directory of a zip, whose fields ask for passwords or other formats, and of all else."""
+    entries = [at for at in range(len(content) - 3) if content[at : at + 4] == b"PK\x01\x02"]
+    directories = [(at + offset, bit) for at in entries[:2] for offset in range(48) for bit in (0, 3, 6, 7)]
+    return [*directories, *((at, at % 8) for at in range(0, len(content), 61))]
+
+
+@pytest.mark.parametrize("name", ["shards-*/__0_0.distcp", "shards-*/.metadata", storage.STATE])
+def test_a_flipped_bit_is_damage_or_changes_nothing(name, state, tmp_path):
+    path = written(tmp_path / "a.ckpt", state)
+    file = next(path.glob(name))
+    content = file.read_bytes()
+    refused = 0
+    for position, bit in flips(content):
+        file.write_bytes(content[:position] + bytes([content[position] ^ 1 << bit]) + content[position + 1 :])
+        try:
+            found = read_checkpoint(path)
+        except CheckpointError:
+            refused += 1
+        else:
+            check(found)
+    assert refused > len(flips(content)) / 4
