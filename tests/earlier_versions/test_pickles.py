@@ -423,7 +423,11 @@ def test_a_layer_holds_its_weights_and_works(name):
         torch.testing.assert_close(layer.eval()(x), F.batch_norm(x, layer.running_mean, layer.running_var).relu())
 
 
-@pytest.mark.parametrize("name", named("data ", without=("data SeededDataset", *named("data module", "data wired"))))
+# A CombinedLoader of that version does not know how its loaders end.
+NOT_IN_ORDER = ("data SeededDataset", "data CombinedLoader", *named("data module", "data wired"))
+
+
+@pytest.mark.parametrize("name", named("data ", without=NOT_IN_ORDER))
 def test_data_comes_in_its_order(name):
     loader, expected = load(name)
     found = [one.tolist() if isinstance(one, torch.Tensor) else one for one in loader]
