@@ -267,14 +267,29 @@ def _accepts_none(key: str) -> bool:  # noqa: ARG001 - the signature of Callback
 
 
 def matched_states(callbacks: Sequence[_AnyCallback], states: Mapping[str, Any]) -> Iterator[tuple[_AnyCallback, Any]]:
-    """Yields each callback with its state: the state under its key, else a state that it accepts and no other callback owns."""
-    own_keys = {callback.state_key for callback in callbacks}
-    unclaimed = [key for key in states if key not in own_keys]
-    for callback in callbacks:
-        key = callback.state_key
+    """Yields each callback with its state: the state under its key, else a state that it accepts and no other callback owns.
+
+    Of those the callback takes first one that was saved with its own arguments, by another class.
+    """
+    keys = [callback.state_key for callback in callbacks]
+    unclaimed = [key for key in states if key not in keys]
+    accepted: dict[int, list[str]] = {}
+    for number, (callback, key) in enumerate(zip(callbacks, keys, strict=True)):
         if key not in states:
             accepts = getattr(callback, "accepts_state_of", _accepts_none)  # Lightning's base has no such method
-            key = next((other for other in unclaimed if accepts(other)), "")
-            unclaimed = [other for other in unclaimed if other != key]
+            accepted[number] = [other for other in unclaimed if accepts(other)]
+    for any_arguments in (False, True):
+        for number, others in accepted.items():
+            own = _arguments(keys[number])
+            fitting = [other for other in others if other in unclaimed and (any_arguments or _arguments(other) == own)]
+            if fitting and keys[number] not in states:
+                keys[number] = fitting[0]
+                unclaimed.remove(fitting[0])
+    for callback, key in zip(callbacks, keys, strict=True):
         if key in states:
             yield callback, states[key]
+
+
+def _arguments(key: str) -> str:
+    """Returns what stands in a state's key behind the name of the class."""
+    return key.partition("{")[2]

@@ -49,6 +49,8 @@ _LOG = logging.getLogger("fabricamp")
 
 _ASSIGNED: Final = ("best_model_score", "kth_best_model_path", "kth_value")
 """Keys of Lightning's state that follow from the files here, unless an override assigns them."""
+_WRITE_THE_SAME: Final = {"ModelCheckpoint": "AsyncCheckpoint", "AsyncCheckpoint": "ModelCheckpoint"}
+"""Names of classes, each with that of the class which writes the same files and has the same state."""
 
 
 class ModelCheckpoint(RotationMethods):
@@ -161,7 +163,14 @@ class ModelCheckpoint(RotationMethods):
         return f"{self._kind} every {lengths or '0'}"
 
     def accepts_state_of(self, key: str) -> bool:
-        """Also accepts the state of a run with the same kind of cadence and another length, and Lightning's key."""
+        """Also accepts the state of a run with the same kind of cadence and another length, and Lightning's key.
+
+        ModelCheckpoint and AsyncCheckpoint, which differ in when they write, accept each other's.
+        """
+        own = type(self).__qualname__
+        other = _WRITE_THE_SAME.get(own, own)
+        if key.startswith(f"{other}{{"):
+            key = own + key.removeprefix(other)
         return key in (self._kind, self._lightnings_key) or key.startswith(f"{self._kind} every ")
 
     @property

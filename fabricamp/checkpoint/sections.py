@@ -12,6 +12,21 @@ from fabricamp.checkpoint.compiled_names import with_names_of
 from fabricamp.checkpoint.foreign import fit_names
 from fabricamp.checkpoint.form import form_of
 from fabricamp.checkpoint.hyperparameters import DATA, MODULE, saved_hyperparameters
+from fabricamp.checkpoint.identities import (
+    OPTIMIZERS,
+    SCHEDULES,
+    check_class,
+    decouples,
+    given_names,
+    identity,
+    in_own_order,
+    keep_weight_decay,
+    names_of_parameters,
+    refuse_lost_options,
+    same_options,
+    saved_identities,
+    saved_names,
+)
 from fabricamp.checkpoint.plain import PRIVATE, with_numpy, without_numpy
 from fabricamp.checkpoint.record import Section, WholeKey
 from fabricamp.checkpoint.shard_loading import sharded_states
@@ -157,18 +172,31 @@ def _first_five(names: list[str]) -> str:
 
 @dataclass
 class Optimizers(Section):
-    """The optimizers' states."""
+    """The optimizers' states, and beside them what they are of: classes, and names of parameters."""
 
     name = "optimizers"
 
     optimizers: Sequence[OptimizerFace]
+    module: TrainingModule
 
     def save(self) -> StateDict:
         """Returns their state dicts; what is NumPy's in them, such as a rate that a hook has set, has notes."""
-        return _noted("optimizer_states", [optimizer.state_dict() for optimizer in self.optimizers])
+        states = _noted("optimizer_states", [optimizer.state_dict() for optimizer in self.optimizers])
+        identities = [
+            {
+                **identity(optimizer),
+                "parameters": names_of_parameters(optimizer, self.module),
+                "decoupled_weight_decay": decouples(optimizer),
+            }
+            for optimizer in self.optimizers
+        ]
+        return {**states, f"loops.fit.{OPTIMIZERS}": identities}
 
     def restore(self, checkpoint: StateDict, path: str) -> None:
-        """Loads the states; raises if their number differs, or if elementwise state has another shape than its parameter."""
+        """Loads the states; raises if their number differs, or if they are those of another class.
+
+        Also raises if elementwise state has another shape than its parameter.
+        """
         states = checkpoint.get("optimizer_states")
         if states is None:
             raise WeightsOnlyError(
@@ -177,11 +205,30 @@ class Optimizers(Section):
                 "save_weights_only=False"
             )
         _check_number(path, "optimizers", states, self.optimizers)
+        identities = saved_identities(checkpoint, OPTIMIZERS, len(states))
+        states = [
+            self._matched(number, state, identity, path)
+            for number, (state, identity) in enumerate(zip(states, identities, strict=True))
+        ]
         states = sharded_states(checkpoint, path, self.optimizers, states)
         states = with_numpy(states, _notes(checkpoint, "optimizer_states"))
         for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
+            own_decay = decouples(optimizer)
             optimizer.load_state_dict(state)
             _check_shapes(optimizer, number, path)
+            if identities[number]:
+                keep_weight_decay(optimizer, number, identities[number]["decoupled_weight_decay"], own_decay)
+
+    def _matched(self, number: int, state: StateDict, saved: StateDict, path: str) -> StateDict:
+        """Returns a state in the order of this optimizer's parameters; raises if its class is another one."""
+        optimizer = self.optimizers[number]
+        if not saved:
+            names = given_names(state.get("param_groups", []))
+            own_names = given_names(optimizer.param_groups)
+            return in_own_order(state, names, optimizer, own_names, path) if names and own_names else state
+        check_class(f"optimizer {number}", saved, optimizer, path, alike=same_options(optimizer, state))
+        refuse_lost_options(optimizer, number, state, path)
+        return in_own_order(state, saved_names(saved), optimizer, names_of_parameters(optimizer, self.module), path)
 
 
 def _noted(key: str, states: list[StateDict]) -> StateDict:
@@ -207,17 +254,23 @@ class Schedules(Section):
     def save(self) -> StateDict:
         """Returns their state dicts, noted as the optimizers', empty for a scheduler without one."""
         states = [scheduler.state_dict() if hasattr(scheduler, "state_dict") else {} for scheduler in self.schedulers]
-        return _noted("lr_schedulers", states)
+        identities = [identity(scheduler) for scheduler in self.schedulers]
+        return {**_noted("lr_schedulers", states), f"loops.fit.{SCHEDULES}": identities}
 
     def restore(self, checkpoint: StateDict, path: str) -> None:
-        """Loads the states; raises if their number differs; a file without schedulers (apex's) changes nothing."""
+        """Loads the states; raises if their number or a class differs; a file without schedulers (apex's) changes nothing."""
         if "lr_schedulers" not in checkpoint:
             return
         _check_number(path, "schedulers", checkpoint["lr_schedulers"], self.schedulers)
         states = with_numpy(checkpoint["lr_schedulers"], _notes(checkpoint, "lr_schedulers"))
-        for scheduler, state in zip(self.schedulers, states, strict=True):
-            if hasattr(scheduler, "load_state_dict"):
-                scheduler.load_state_dict(state)
+        identities = saved_identities(checkpoint, SCHEDULES, len(states))
+        for number, (scheduler, state) in enumerate(zip(self.schedulers, states, strict=True)):
+            if not hasattr(scheduler, "load_state_dict"):
+                continue
+            if state and identities[number]:
+                alike = not hasattr(scheduler, "state_dict") or state.keys() == scheduler.state_dict().keys()
+                check_class(f"schedule {number}", identities[number], scheduler, path, alike=alike)
+            scheduler.load_state_dict(state)
 
 
 def _check_number(path: str, label: str, saved: Sequence[object], here: Sequence[object]) -> None:

@@ -90,7 +90,9 @@ class AccumulationState(Section):
         accumulation = loop["accumulation"]
         if self._strategy.sharding.shards:
             accumulation = _for_shards(checkpoint, path, self._module, self._strategy)
-        problem = _restored(accumulation, self._module, self.update, self._strategy)
+        problem = self.update.changed_order(checkpoint)
+        if not problem:
+            problem = _restored(accumulation, self._module, self.update, self._strategy)
         self._state.open_batches = 0 if problem else int(loop["open_batches"])
         if problem and self._strategy.rank == 0:
             _LOG.warning(

@@ -51,7 +51,7 @@ def record_of(session: Session) -> Record:
             ),
             Counters(session.trainer.state, resume_point.accumulation, session.settings, session.module, session.data),
             StepSizes(session),
-            Optimizers(session.optimizers),
+            Optimizers(session.optimizers, session.module),
             Schedules([config.scheduler for config in session.schedulers]),
             Part("precision", "amp", session.precision),
             KernelChoice(),

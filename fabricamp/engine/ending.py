@@ -20,7 +20,7 @@ from torch import nn
 
 from fabricamp import launch
 from fabricamp.engine.ckpt_path import model_checkpoints
-from fabricamp.errors import DistributedError, NonFiniteError, advice
+from fabricamp.errors import CheckpointError, DistributedError, NonFiniteError, advice
 from fabricamp.hooks import call_all, call_hook
 from fabricamp.lightning.given import hand_back
 from fabricamp.lightning.lending import detach
@@ -45,6 +45,27 @@ _FETCHES = str(Path("torch", "multiprocessing", "reductions.py"))
 _CONVERTED = ("O2", "O3", "O5")
 """The opt levels at which parameters are half precision."""
 _TRUE_NAMES = {torch.float64: "64-true", torch.float16: "16-true", torch.bfloat16: "bf16-true"}
+
+
+@contextlib.contextmanager
+def reading_states(session: Session) -> Iterator[None]:
+    """Turns a key that an optimizer misses in a run that was resumed into a :class:`CheckpointError`.
+
+    Files of other libraries and of earlier versions do not say whose state they hold.
+    """
+    try:
+        yield
+    except KeyError as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        stepping = [one for one in session.optimizers if any(frame.f_locals.get("self") is one for frame in frames)]
+        if not session.resumed or not stepping:
+            raise
+        name = type(stepping[0]).__name__
+        raise CheckpointError(
+            f"{name} finds no {error} in the state that {session.trainer.ckpt_path} has for it: this is the state of another "
+            f"optimizer, or of another version of {name}; return the one that wrote it, or begin a new run with the weights: "
+            "load_from_checkpoint(...) and fit without ckpt_path"
+        ) from error
 
 
 @contextlib.contextmanager

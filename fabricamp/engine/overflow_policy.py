@@ -29,18 +29,23 @@ class OverflowPolicy:
         self._state = state
         self._strategy = strategy
         self._unreported_skips = 0
+        self.inherited_are_counted = False
+        """Whether the schedules know of the steps whose statuses a checkpoint has left to this run."""
 
     def note_closed(self) -> None:
         """Counts a step, whose end is launched already, and acts on the status of the step two before it."""
         status = self._step_results.note_closed()
         if status is None:
             return
+        inherited = getattr(
+            self._step_results, "known_is_inherited", False
+        )  # a precision of the user's own may lack it
         if status.applied:
-            if self._schedules_follow:
+            if self._schedules_follow and not (inherited and self.inherited_are_counted):
                 self._schedules.advance(status.applied_steps)
         elif status.ends_run:
             self._end_run()
-        elif not getattr(self._step_results, "known_is_inherited", False):  # a precision of the user's own may lack it
+        elif not inherited:
             self._unreported_skips += 1
             if status.skipped_steps == 1:  # the first one is reported at once, the others at the loop's reports
                 self.report_skips()

@@ -66,6 +66,12 @@ class Schedules:
             if done % config.frequency == 0:
                 self._step(config)
 
+    def catch_up(self, applied_steps: int) -> None:
+        """Steps as :meth:`advance` does, for a step of an earlier run; not the schedulers that monitor a value: it is not known."""
+        for config in self.by_step:
+            if applied_steps % config.frequency == 0 and not config.reduce_on_plateau:
+                self._step(config)
+
     def end_epoch(self, epoch: int) -> None:
         """Steps the schedulers that step by epochs, at the epoch's last batch."""
         for config in self._by_epoch:

@@ -307,6 +307,8 @@ class Session:
         self.resume_point.begin(parts.feed, update)
         self.resumed = self.checkpoint is not None
         self._restore(*POSITION)
+        if self.checkpoint is not None:
+            update.take_over_schedules(self.checkpoint.get("amp", {}))
         self.checkpoint = None  # as large as the model
         self._say_differences()
         loop = TrainingLoop(parts, update)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fabricamp._utils import lightning_alias
+from fabricamp.checkpoint.identities import has_own_order
 from fabricamp.data import set_epoch
 from fabricamp.engine.overflow_policy import OverflowPolicy
 from fabricamp.engine.schedules import Schedules
@@ -30,6 +31,7 @@ from fabricamp.module import TrainingModule
 from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.precision.base import Precision
 from fabricamp.precision.level import OptLevel
+from fabricamp.precision.loss_scaler import pending_in
 from fabricamp.precision.step_results import LossWatch
 from fabricamp.precision.torch_updates import StepClosure, clip_gradients, takes_closure, write_gradients
 from fabricamp.state import Scope
@@ -496,6 +498,33 @@ class Update:
     def note_restored_gradients(self, state: StateDict) -> None:
         """Called after :meth:`load_accumulation_state` of ``state``, once its gradients are back in ``.grad``."""
 
+    def changed_order(self, checkpoint: StateDict) -> str:
+        """Returns why the sums of gradients in ``checkpoint`` are not those of the parameters here, or an empty string."""
+        parts = self._parts
+        if self._accumulation_tensors().has_sums and not has_own_order(checkpoint, parts.optimizers, parts.module):
+            return "the parameters of an optimizer have another order"
+        return ""
+
+    def take_over_schedules(self, amp: StateDict) -> None:
+        """Lets schedules by steps go on from a checkpoint whose precision had the state ``amp``, and maybe another level.
+
+        Where schedules learn two steps later whether a step was applied, they are owed these two; elsewhere they move at once.
+        """
+        scaler = amp.get("scaler")
+        if not isinstance(scaler, dict) or not self.schedules.follow_steps:
+            return
+        results = self._parts.precision.verdicts
+        follows = results is not None and results.schedules_follow and results.inherited_pending > 0
+        # An earlier version's file does not say whether its schedules waited.
+        waited_once = amp.get("loss_scale") == "dynamic" and not lightning_alias.is_installed()
+        waited = amp.get("schedules_follow", waited_once or follows)
+        if waited and not follows:
+            for applied_steps in pending_in(scaler):
+                if applied_steps is not None:
+                    self.schedules.catch_up(applied_steps)
+        if self.overflow_policy is not None:
+            self.overflow_policy.inherited_are_counted = follows and not waited
+
     def _accumulation_tensors(self) -> AccumulationTensors:
         return AccumulationTensors(self._parts.precision, self._parts.optimizers, self._accumulate, self.weights)
 
@@ -748,6 +777,11 @@ class AccumulationTensors:
         for tensor, value in zip(others, saved_others, strict=True):
             tensor.copy_(value)
         return ""
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether gradients are summed beside ``.grad``, in the order of the optimizers' parameters."""
+        return any(memory.tensors for memory in self._memories())
 
     @property
     def _level(self) -> str:

@@ -418,7 +418,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         captured = self.state if any(part.captured for part in self._parts or ()) else None
         rule = self.rule
         narrow_cells = [name for name in rule.cells if name not in rule.wide_cells]
-        load_state(self, super().load_state_dict, state_dict, rule.cells, narrow_cells)
+        load_state(self, super().load_state_dict, state_dict, rule.states, rule.cells, narrow_cells)
         if captured is not None:
             load_into(captured, self.state)
 

@@ -99,9 +99,10 @@ class FusedNovoGrad(FusedOptimizer):
         for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
             group = dict(saved)
             lists = group.pop("exp_avg_sq", None)
-            if lists is not None:
-                pairs = zip(saved["params"], own["params"], strict=False)
-                with_state = {key: parameter for key, parameter in pairs if state.get(key)}
+            pairs = zip(saved["params"], own["params"], strict=False)
+            with_state = {key: parameter for key, parameter in pairs if state.get(key)}
+            # A state of this class has each norm beside its average too, where it stays if parameters change their order.
+            if lists is not None and any("exp_avg_norm" not in state[key] for key in with_state):
                 norms = _in_order(lists, list(with_state.values()))
                 for key, norm in zip(with_state, norms, strict=True):
                     state[key] = {**state[key], "exp_avg_norm": norm}

@@ -30,10 +30,11 @@ def load_state(
     optimizer: Optimizer,
     load: Callable[[StateDict], None],
     state_dict: StateDict,
+    states: Sequence[str],
     cells: Sequence[str],
     narrow_cells: Sequence[str],
 ) -> None:
-    """Loads a state dict, maybe torch's or apex's, by torch's ``load``.
+    """Loads a state dict, maybe torch's or apex's, by torch's ``load``; raises CheckpointError if none of ``states`` is in it.
 
     ``narrow_cells`` become fp32; other floating tensors get their parameter's dtype, but at least fp32.  Options that the state
     dict does not have keep their values.
@@ -42,6 +43,7 @@ def load_state(
     normalised: list[StateDict] = []
 
     def normalise(_: Optimizer, given: StateDict) -> StateDict:
+        _refuse_other_states(given, type(optimizer).__name__, states)
         normalised.append(_with_steps_by_parameter(given, type(optimizer).__name__, cells=cells))
         return normalised[0]
 
@@ -65,6 +67,15 @@ def load_into(own: Mapping[Any, Any], loaded: Mapping[Any, Any]) -> None:
             value = loaded[key].get(name) if key in loaded else None
             if isinstance(tensor, Tensor) and isinstance(value, Tensor) and tensor.shape == value.shape:
                 loaded[key][name] = tensor.copy_(value)
+
+
+def _refuse_other_states(state_dict: StateDict, name: str, states: Sequence[str]) -> None:
+    for key, entry in state_dict["state"].items():
+        if entry and not any(state in entry for state in states):
+            raise CheckpointError(
+                f"the state of parameter {key} has {', '.join(map(repr, entry))}, and {name} reads {', '.join(map(repr, states))}: "
+                "it is the state of another optimizer"
+            )
 
 
 def _with_steps_by_parameter(state_dict: StateDict, name: str, *, cells: Sequence[str]) -> StateDict:

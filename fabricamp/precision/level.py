@@ -98,8 +98,8 @@ class JudgedScale(ConstantScale):
         self.verdicts.leave()
 
     def state_dict(self) -> StateDict:
-        """Returns scales, counters and step statuses not read yet."""
-        return {"scaler": self.scaler.state_dict()}
+        """Returns scales, counters, step statuses not read yet, and whether schedules wait for them."""
+        return {"scaler": self.scaler.state_dict(), "schedules_follow": self.verdicts.schedules_follow}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Restores a :meth:`state_dict`; the scale starts fresh if only one of the saved and the current one is dynamic."""

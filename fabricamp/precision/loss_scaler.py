@@ -365,6 +365,18 @@ class LossScaler:
             self._ends_run_from = self.steps
 
 
+def pending_in(state: StateDict) -> list[int | None]:
+    """Returns of each step whose status the run that saved ``state`` had not read the number of applied steps; None if skipped.
+
+    ``state`` is a :meth:`LossScaler.state_dict`, also an earlier version's.
+    """
+    state = with_current_keys(state)
+    ring = state["ring"].cpu()
+    steps = range(max(int(state["steps"]) - LAG, 0), int(state["steps"]))
+    words = [ring[step % len(ring)] for step in steps]
+    return [int(status[_APPLIED]) if status[_FINITE] else None for status in words]
+
+
 def with_current_keys(state: Any) -> Any:
     """Returns the ``state_dict()`` of an earlier version's :class:`LossScaler` with today's keys; any other value unchanged.
 

@@ -10,7 +10,7 @@ from fabricamp._utils.files import keep_standard_descriptors
 from fabricamp.arguments.private_methods import refuse_private_methods
 from fabricamp.cuda_graph import check_cuda_graph
 from fabricamp.engine.ckpt_path import best_of_last_fit
-from fabricamp.engine.ending import end_fit, leave_interrupted
+from fabricamp.engine.ending import end_fit, leave_interrupted, reading_states
 from fabricamp.engine.run_file import recorded
 from fabricamp.engine.runner import Runner
 from fabricamp.engine.update import forward_train_batches
@@ -409,7 +409,7 @@ class Trainer(TrainerProperties):
                     session.open(*runner.resolve(ckpt_path, weights_only=weights_only), weights_only=weights_only)
                     if fn is TrainerFn.FITTING:
                         loop = session.fit_loop()
-                        with recorded(session):
+                        with recorded(session), reading_states(session):
                             loop.run()
                             end_fit(self, session, loop)
                     else:

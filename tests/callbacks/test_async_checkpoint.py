@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from fabricamp import Callback, CheckpointError
 from fabricamp.callbacks import AsyncCheckpoint, ModelCheckpoint, _checkpoint_files, async_checkpoint
+from fabricamp.callbacks.base import matched_states
 from fabricamp.checkpoint import file as checkpoint_file
 from fabricamp.checkpoint import read_checkpoint, write_checkpoint
 from fabricamp.loggers import CSVLogger
@@ -400,3 +401,42 @@ def test_a_signal_at_the_step_whose_file_fails_ends_all_ranks_with_one(tmp_path,
     monkeypatch.setattr(async_checkpoint, "write_checkpoint", refuse)
     assert run_ranks(work, 2) == [(4, str(tmp_path / "epoch=0-step=4.ckpt"))] * 2
     assert names(tmp_path) == ["epoch=0-step=4.ckpt"]
+
+
+class Falls(Classifier):
+    """Logs 1.0 as ``v`` in its first steps, and 9.0 after them."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("v", 1.0 if self.global_step < 5 else 9.0)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("first", [ModelCheckpoint, AsyncCheckpoint])
+def test_the_class_that_writes_the_same_files_goes_on_with_them(first, tmp_path):
+    def fit(folder, kind, steps):
+        callbacks = [
+            kind(tmp_path / folder / cadence, every=cadence, monitor="v", save_top_k=1, save_last=True)
+            for cadence in ("2 steps", "3 steps")
+        ]
+        trainer = quiet_trainer(max_steps=steps, max_epochs=-1, enable_checkpointing=True, callbacks=callbacks)
+        trainer.fit(Falls(), loader(128), ckpt_path="auto")
+        return [float(one.best_model_score) for one in callbacks]
+
+    for second in (ModelCheckpoint, AsyncCheckpoint):
+        fit(second.__name__, first, 8)
+        scores = fit(second.__name__, second, 20)
+        assert scores == [1.0, 1.0]
+    for cadence in ("2 steps", "3 steps"):
+        assert names(tmp_path / "ModelCheckpoint" / cadence) == names(tmp_path / "AsyncCheckpoint" / cadence)
+
+
+def test_states_go_to_the_callback_with_their_arguments_first():
+    async_ones = [AsyncCheckpoint(every=every, monitor="v") for every in ("3 steps", "2 steps", "7 steps")]
+    states = {ModelCheckpoint(every=every, monitor="v").state_key: every for every in ("2 steps", "3 steps", "5 steps")}
+    found = {callback.every_n_train_steps: state for callback, state in matched_states(async_ones, states)}
+    assert found == {2: "2 steps", 3: "3 steps", 7: "5 steps"}
+
+    class Mine(ModelCheckpoint):
+        pass
+
+    assert not list(matched_states([Mine(every="2 steps", monitor="v")], states))

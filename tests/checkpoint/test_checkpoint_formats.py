@@ -122,6 +122,9 @@ def as_read(path):
     }
     for name in ("step_size", "kernel_choice", "tensor_parallel", "metrics_at_end", "loggers_at_end"):
         state["loops"]["fit"].pop(name, None)  # what earlier files have no word of, nor of what follows
+    for name in ("optimizer_identities", "lr_scheduler_identities"):
+        state["loops"]["fit"].pop(name, None)
+    state["amp"].pop("schedules_follow", None)
     for metrics in state["loops"]["fit"]["metrics"]:
         for name in ("user_entries", "dtypes"):
             metrics.setdefault(name, {})

@@ -209,10 +209,13 @@ def fit(scene, folder, *callbacks, ckpt_path=None, **changes):
 
 
 def content(path):
-    """What a run goes on from, without what each file has of its own."""
+    """What a run goes on from, without what each file has of its own, and what earlier files have no word of."""
     state = read_checkpoint(path)
     for own in ("loggers", "fabricamp_version", "torch_version"):
         state.pop(own)
+    for name in ("optimizer_identities", "lr_scheduler_identities"):
+        state["loops"]["fit"].pop(name, None)
+    state["amp"].pop("schedules_follow", None)
     state["loops"]["fit"].pop("loggers_at_end")
     for position in state["data"]["position"]:
         # What leads to a batch that is done again, and to the end of a pass: files of 0.2.0 have less of it.

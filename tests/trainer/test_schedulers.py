@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from fabricamp import Callback, CheckpointError, ConfigError
+from fabricamp._utils import lightning_alias
 from fabricamp.callbacks import LearningRateMonitor, ProgressBar
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.checkpoint.plain import check_content, with_numpy, without_numpy
@@ -663,3 +664,69 @@ def test_a_whole_number_of_another_type_is_an_int(name, kind):
 def test_a_frequency_is_a_whole_number(frequency):
     with pytest.raises(ConfigError, match="lr_scheduler frequency"):
         rates(lambda self: ([sgd(self)], [{"scheduler": halving(sgd(self)), "frequency": frequency}]))
+
+
+# -- a resume at another level, where schedules move at once or two steps later
+
+MOVES = {
+    "O0": ({"precision": "O0"}, False),
+    "O1": ({"precision": "O1"}, True),
+    "O2": ({"precision": "O2"}, True),
+    "O5": ({"precision": "O5"}, False),
+    "skip": ({"precision": "O0", "nan_policy": "skip"}, True),
+    "stop": ({"precision": "O0", "nan_policy": "stop"}, False),
+    "a program for Lightning": ({"precision": "O1"}, False),
+}
+"""Options, and whether schedules wait until a step is known to be applied."""
+
+
+class Counted(Classifier):
+    """Counts the steps of a schedule; the loss of some steps overflows."""
+
+    def __init__(self, overflows=()):
+        super().__init__()
+        self.overflows = overflows
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if self.global_step in self.overflows else loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [{"scheduler": StepLR(optimizer, 5, 0.5), "interval": "step"}]
+
+
+def count_after(monkeypatch, name, steps, path=None, overflows=()):
+    """Returns a Trainer after ``steps`` steps, and the steps that its schedule has made."""
+    monkeypatch.setattr(lightning_alias, "_installed", name == "a program for Lightning")
+    trainer = quiet_trainer(max_steps=steps, max_epochs=-1, **MOVES[name][0])
+    trainer.fit(Counted(overflows), loader(80), ckpt_path=path)
+    return trainer, trainer.lr_scheduler_configs[0].scheduler.last_epoch
+
+
+@pytest.mark.parametrize("second", MOVES)
+@pytest.mark.parametrize("first", MOVES)
+def test_a_schedule_gets_the_steps_that_the_first_run_owes_it(first, second, tmp_path, monkeypatch):
+    trainer, _ = count_after(monkeypatch, first, 10)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    _, count = count_after(monkeypatch, second, 18, tmp_path / "a.ckpt")
+    waits = MOVES[second][1]
+    # Where the statuses of the last steps go along, a schedule that waits is two steps late at the end; else it has moved at once.
+    assert count == (16 if waits else 18)
+
+
+def test_a_step_that_was_skipped_is_not_owed(tmp_path, monkeypatch):
+    trainer, count = count_after(monkeypatch, "O1", 10, overflows=[9])
+    assert (trainer.skipped_steps, count) == (1, 8)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert count_after(monkeypatch, "O0", 18, tmp_path / "a.ckpt")[1] == 17
+
+
+@pytest.mark.parametrize(("second", "expected"), [("O0", 18), ("O1", 16)])
+def test_a_file_that_does_not_say_whether_schedules_waited(second, expected, tmp_path, monkeypatch):
+    trainer, _ = count_after(monkeypatch, "O1", 10)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    content = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    del content["amp"]["schedules_follow"], content["checksum"]
+    torch.save(content, tmp_path / "a.ckpt")
+    assert count_after(monkeypatch, second, 18, tmp_path / "a.ckpt")[1] == expected
