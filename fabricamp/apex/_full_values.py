@@ -46,7 +46,7 @@ class ScriptMasters(MasterWeights):
             full.value.copy_(tensor)
             full.version = tensor._version
 
-    def take_edits(self) -> None:
+    def settle(self) -> None:
         """Does nothing: edits are found by :meth:`edited`, and count as in apex."""
 
     def checked(self, tensor: Tensor, full: FullValue) -> Tensor:

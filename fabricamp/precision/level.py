@@ -431,7 +431,7 @@ class OptLevel(Precision):
 
     def take_edits(self, *, look: bool = False) -> None:
         """Lets the masters take edits of the module's weights that version counters show, and the weights those of the masters."""
-        self._full.take_edits()
+        self._full.settle()
         if look:
             self._full.look_for_unseen_edits()
 

@@ -75,6 +75,15 @@ class MasterWeights:
         self._found: tuple[Tensor, torch.cuda.Event] | None = None
         """Which half weights differ from their masters, on its way to the host."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the state without what belongs to a fit that is under way."""
+        return {**self.__dict__, "module": None, "_found": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores the state, also one from a pickle of an earlier version, which has fewer attributes."""
+        MasterWeights.__init__(self)
+        self.__dict__.update(state)
+
     def convert(self, tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
         """Rounds ``tensors`` to ``dtype`` in place and keeps their fp32 values."""
         for tensor in tensors:
@@ -143,17 +152,20 @@ class MasterWeights:
         self._master_sum = sum(self._master_versions)
 
     def take_edits(self) -> None:
-        """Brings half weights and masters to agree again, before an update reads the masters; waits for nothing.
+        """Lets the masters of edited half weights take the elements that were changed, before an update; waits for nothing.
 
-        The masters of edited half weights take the elements that were changed.  Edited masters are rounded into the half weights,
-        also where both were edited.
+        Where both were edited the masters count, and are rounded into the half weights.
         """
-        if sum(map(_version, self._halves)) != self._half_sum or sum(map(_version, self._masters)) != self._master_sum:
-            with torch.no_grad():
-                for half, master in self._edited_halves():
-                    take_changed(half, master)
+        if sum(map(_version, self._halves)) != self._half_sum:
+            for half, master in self._edited_halves():
+                take_changed(half, master)
             self.round_edits()
             self.note()
+
+    def settle(self) -> None:
+        """Brings half weights and masters to agree again, whichever were edited."""
+        self.round_edits()
+        self.take_edits()
 
     def round_edits(self) -> None:
         """Rounds edited masters into the half weights, before a forward reads these."""
@@ -199,7 +211,7 @@ class MasterWeights:
         if not differs.is_cuda:
             self._check_found(differs)
             return
-        flags = torch.empty(differs.shape, dtype=differs.dtype, pin_memory=True)
+        flags = torch.empty(differs.shape, dtype=differs.dtype, device="cpu", pin_memory=True)
         flags.copy_(differs, non_blocking=True)
         event = torch.cuda.Event()
         event.record(stream_in_use(differs.device))
@@ -223,7 +235,7 @@ class MasterWeights:
     @torch.no_grad()
     def refresh(self) -> None:
         """Takes every element that was changed in a converted tensor into its fp32 value, also what no version counter shows."""
-        self.take_edits()
+        self.round_edits()
         for tensor, full in self.full_values.items():
             full.version = -1
             self.checked(tensor, full)
@@ -261,7 +273,7 @@ class MasterWeights:
 
     def restore(self) -> None:
         """Puts the fp32 values back into the converted tensors and drops them; keeps changes made to the tensors since."""
-        self.take_edits()
+        self.settle()
         with torch.no_grad():
             for tensor, full in self.full_values.items():
                 full.version = -1  # version counters do not show all edits

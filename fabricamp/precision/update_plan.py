@@ -467,6 +467,8 @@ class ScaledStages(Stages):
         assert self._masters is not None
         # Each kernel moves a counter by one, so those of all half weights need not be read if it wrote them all.
         all_by_kernels = self._scaling.optimizers == 1 and written == len(self.params.master_params)
+        if written and not all_by_kernels:
+            self._masters.round_edits()  # masters that the update has not rounded, as they had no gradient
         self._masters.note(halves_moved_by_one=all_by_kernels)
 
     def ends_training_step(self, optimizer: FusedOptimizer) -> bool:
@@ -546,7 +548,7 @@ class ScaledStages(Stages):
         """Runs the optimizer on the gradients in ``.grad``, unless ``found_inf`` is set, and rounds its masters."""
         params = self.params
         if self._masters is not None:
-            self._masters.take_edits()
+            self._masters.settle()
         self._run(run, found_inf)
         if self._masters is not None:
             # All of them: hooks of the step may have edited masters without a gradient.

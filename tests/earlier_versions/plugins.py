@@ -54,8 +54,9 @@ class LocalSGD(ProcessGroupStrategy):
         def averaging(*batch):
             if next(count) % self.every == 0:
                 self.calls.append(("averages",))
-                for parameter in module.parameters():
-                    parameter.data.copy_(self.reduce(parameter.data))
+                with torch.no_grad():  # through .data the masters of O2 would not see it
+                    for parameter in module.parameters():
+                        parameter.copy_(self.reduce(parameter.detach()))
             return step(*batch)
 
         return averaging

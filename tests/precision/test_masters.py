@@ -199,6 +199,54 @@ def test_refresh_takes_the_elements_that_were_changed_and_no_others(edits):
             assert torch.equal(after[name], value)
 
 
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("then", ["forward", "update", "refresh", "undo"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_edited_master_keeps_its_bits_also_if_its_half_weight_was_edited(level, then, both):
+    net, precision, optimizer = prepared(level)
+    update(net, precision, optimizer)
+    with torch.no_grad():
+        if both:
+            net.body[0].weight[0, 0] = 0.25
+        masters(optimizer)[0].fill_(0.1)  # no number of the half dtypes
+        half = net.body[0].weight
+    if then == "forward":
+        precision.forward(lambda: None)
+    elif then == "update":
+        precision.take_edits()
+    elif then == "refresh":
+        precision.refresh_masters()
+    else:
+        net.conversion.undo()
+        assert torch.equal(half, torch.full_like(half, 0.1))
+        return
+    assert torch.equal(half, torch.full_like(half, 0.1))
+    assert torch.equal(masters(optimizer)[0], torch.full((4, 4), 0.1))
+
+
+@pytest.mark.parametrize("make", [FusedSGD, torch.optim.SGD])
+@pytest.mark.parametrize("both", [False, True])
+def test_masters_that_are_edited_between_backward_and_step_keep_their_bits(kernel_device, make, both):
+    net = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(2)]).to(kernel_device)  # the second is not used
+    precision = OptLevel("O5")
+    precision.convert_module(net)
+    optimizer = make(net.parameters(), lr=0.0)
+    precision.setup_optimizers(net, [optimizer], Strategy())
+    for _ in range(3):
+        precision.backward(precision.forward(lambda: net[0](torch.ones(4, 4, device=kernel_device)).mean()))
+        with torch.no_grad():
+            for half, master in zip(net.parameters(), masters(optimizer), strict=True):
+                if both:
+                    half[0, 0] = 0.25
+                master.fill_(0.1)  # no number of the half dtypes
+        precision.step(optimizer)
+        optimizer.zero_grad()
+        precision.forward(lambda: None)
+        for half, master in zip(net.parameters(), masters(optimizer), strict=True):
+            assert torch.equal(master, torch.full_like(master, 0.1))
+            assert torch.equal(half, torch.full_like(half, 0.1))
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_masters_of_a_group_that_was_added_are_watched_too(level):
     net, precision, optimizer = prepared(level, frozen=("body.0.weight",))
