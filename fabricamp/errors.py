@@ -60,6 +60,10 @@ class NotAttachedError(ConfigError, RuntimeError):
     """A module needs its Trainer and has none; this error is a RuntimeError too."""
 
 
+class NoThreadError(ConfigError, RuntimeError):
+    """The system starts no thread that the run needs; this error is a RuntimeError too."""
+
+
 class MissingMetricError(ConfigError, RuntimeError):
     """A metric that a callback needs was not logged; this error is a RuntimeError too."""
 

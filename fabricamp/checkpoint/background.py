@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fabricamp._utils.threads import start_thread
 from fabricamp.checkpoint.plain import tensors_in
-from fabricamp.errors import CheckpointError
+from fabricamp.errors import CheckpointError, NoThreadError
 from fabricamp.ops.shards import local
 from fabricamp.torch_private import with_part
 
@@ -135,6 +136,7 @@ class BackgroundWriter:
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        _started(lambda: None).join()  # if the system starts no thread, the run ends here, not at its first save
 
     @property
     def failed(self) -> bool:
@@ -164,10 +166,10 @@ class BackgroundWriter:
     def write_copy(self, copied: StateDict, write: Callable[[StateDict], None]) -> None:
         """Calls ``write`` in the thread with the copy of :meth:`take`, once its values have arrived."""
         # A daemon thread, which Python does not join at exit: if nobody has waited by then, an error ended the run.
-        self._thread = threading.Thread(
-            target=self._run, args=(copied, write), name="fabricamp-checkpoint", daemon=True
-        )
-        self._thread.start()
+        try:
+            self._thread = _started(self._run, copied, write)
+        except NoThreadError as error:
+            raise CheckpointError(f"the checkpoint was not written: {error}") from error
 
     def wait(self) -> None:
         """Waits for the write, if there is one; raises :class:`CheckpointError` if it failed."""
@@ -190,6 +192,12 @@ class BackgroundWriter:
         except BaseException as error:  # noqa: BLE001 - raised by wait, in the thread that can handle it
             self._failure = error
         self.finished = True
+
+
+def _started(target: Callable[..., object], *args: object) -> threading.Thread:
+    return start_thread(
+        target, *args, name="fabricamp-checkpoint", what="a write in the background", otherwise="use ModelCheckpoint"
+    )
 
 
 class StagedFolder:

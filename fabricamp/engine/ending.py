@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from fabricamp import launch
+from fabricamp._utils.threads import THREAD_LIMITS
 from fabricamp.engine.ckpt_path import model_checkpoints
-from fabricamp.errors import CheckpointError, DistributedError, NonFiniteError, advice
+from fabricamp.errors import CheckpointError, DistributedError, FabricampError, NonFiniteError, advice
 from fabricamp.hooks import call_all, call_hook
 from fabricamp.lightning.given import hand_back
 from fabricamp.lightning.lending import detach
@@ -196,6 +197,7 @@ def explain(error: BaseException, module: nn.Module, precision: str) -> None:
         _note_on_dtypes(error, module, precision),
         _note_on_schedule_end(error),
         _note_on_dead_worker(error),
+        _note_on_threads(error),
     ):
         if note:
             error.add_note(f"fabricamp: {note}")
@@ -242,6 +244,13 @@ def _note_on_schedule_end(error: BaseException) -> str:
         f"a OneCycleLR of {match[1]} steps was stepped once more; build it with "
         f"total_steps=self.trainer.estimated_stepping_batches, or train with max_steps={match[1]}"
     )
+
+
+def _note_on_threads(error: BaseException) -> str:
+    is_pythons = isinstance(error, RuntimeError) and not isinstance(error, FabricampError)
+    if not is_pythons or "can't start new thread" not in str(error):
+        return ""
+    return f"the system starts no thread: {THREAD_LIMITS}; a DataLoader needs threads for num_workers and pin_memory"
 
 
 def _note_on_dead_worker(error: BaseException) -> str:

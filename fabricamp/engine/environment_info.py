@@ -91,7 +91,11 @@ def _git_output(git: str, folder: str, *words: str) -> list[str]:
     with subprocess.Popen(command, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"}, **options) as process:  # noqa: S603
         started = time.monotonic()
         timer = threading.Timer(_SECONDS, process.kill)
-        timer.start()
+        try:
+            timer.start()
+        except RuntimeError:  # no thread can be started, and git may take for ever
+            process.kill()
+            return []
         try:
             assert process.stdout is not None
             content = process.stdout.read(_MOST_BYTES + 1)

@@ -211,10 +211,9 @@ class CometLogger(Logger):
             self._put(Call(lambda experiment: experiment.set_model_graph(text)))
 
     def barrier(self, step: int) -> None:
-        """Returns once the package has stored all values so far, on disk or on the server."""
+        """Returns once the package has stored all values so far, on disk or on the server; at once while that fails."""
         self._leave_parent()
-        self._queue.wait()
-        if self._experiment is not None:
+        if self._queue.wait_unless_failing() and self._experiment is not None:
             self._experiment.flush()
 
     def close(self) -> None:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fabricamp._utils.threads import start_thread
+from fabricamp.errors import NoThreadError
 from fabricamp.loggers.base import Logger
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ class LoggerCollection:
 
     def __init__(self, loggers: Sequence[Logger]) -> None:
         self._loggers = list(loggers)
-        self._waits: dict[int, threading.Thread] = {}  # by the logger's number; an abandoned thread keeps running
+        self._waited_for: set[int] = set()  # the numbers of loggers; the thread of an abandoned one keeps running
         self._error: BaseException | None = None  # raised by a barrier, outside the training thread
 
     def begin(self, module: nn.Module) -> None:
@@ -86,8 +88,11 @@ class LoggerCollection:
         started = {}
         for number, logger in enumerate(self._loggers):
             # Later checkpoints do not wait for a logger that was abandoned and has not finished yet.
-            if type(logger).barrier is not Logger.barrier and number not in self._waits:
-                started[number] = self._start(number, logger, step)
+            if type(logger).barrier is not Logger.barrier and number not in self._waited_for:
+                try:
+                    started[number] = self._start(number, logger, step)
+                except NoThreadError as error:
+                    logger.trouble.tell(f"the checkpoint of step {step} does not wait for its values: {error}")
         deadline = time.monotonic() + BARRIER_SECONDS
         for number, thread in started.items():
             thread.join(max(deadline - time.monotonic(), 0.0))
@@ -104,12 +109,14 @@ class LoggerCollection:
                     logger.barrier(step)
             except BaseException as error:  # noqa: BLE001 - raised by the training thread; the checkpoint is written first
                 self._error = error
-            self._waits.pop(number, None)
+            self._waited_for.discard(number)
 
-        thread = threading.Thread(target=wait, name="fabricamp-log-barrier", daemon=True)
-        self._waits[number] = thread
-        thread.start()
-        return thread
+        self._waited_for.add(number)
+        try:
+            return start_thread(wait, name="fabricamp-log-barrier", what="the wait", otherwise="give logger=False")
+        except NoThreadError:
+            self._waited_for.discard(number)
+            raise
 
     def close(self, *, failed: bool) -> None:
         """Closes every logger and reports lost values; if the run failed before it began, loggers release its folder."""

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from fabricamp._utils.say_once import say_once
 from fabricamp._utils.types import StateDict
 from fabricamp.checkpoint import plain
-from fabricamp.errors import ConfigError
+from fabricamp.errors import ConfigError, NoThreadError
 from fabricamp.loggers.base import Logger, give_numbers_of_its_own
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.run_folder import flattened, writes
@@ -245,8 +245,8 @@ class MLFlowLogger(Logger):
         self._put(_Item(params=texts))
 
     def barrier(self, step: int) -> None:
-        """Returns once the server has all values so far."""
-        self._queue.wait()
+        """Returns once the server has all values so far, or at once while its requests fail."""
+        self._queue.wait_unless_failing()
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Uploads the file if ``log_model="all"``; with True, files that are still kept are uploaded at the end."""
@@ -256,7 +256,7 @@ class MLFlowLogger(Logger):
     def finalize(self, status: str) -> None:
         """Sets the run's final status: "success" is FINISHED, "failed" FAILED; others, such as "killed", are upper-cased."""
         if self._asked and writes():
-            self._uploads.finish(self.trouble, succeeded=status == "success")
+            self._uploads.finish(self.trouble, succeeded=status == "success", answers=not self._queue.failing)
             self._put(_Item(status=_STATUS.get(status, status.upper())))
 
     def close(self) -> None:
@@ -271,7 +271,7 @@ class MLFlowLogger(Logger):
         """Calls ``call``; raises :class:`ConfigError` if MLflow refuses, ``OSError`` if MLflow cannot be reached in time."""
         try:
             in_time(call, ANSWER_SECONDS, self._uri)
-        except TimeoutError:
+        except (TimeoutError, NoThreadError):
             raise
         except Exception as error:
             words = str(error) or type(error).__name__

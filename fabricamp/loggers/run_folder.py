@@ -159,6 +159,11 @@ class RunFolderLogger(Logger, Generic[Content, Position]):
             self._backlog.wait()
         self._backlog.report(self.trouble)
 
+    def begin(self) -> None:
+        """Starts the thread that writes."""
+        if writes():
+            self._backlog.start()
+
     def barrier(self, step: int) -> None:
         """Returns once all records so far are on disk."""
         queue = self._backlog

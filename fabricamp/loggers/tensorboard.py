@@ -100,7 +100,8 @@ class TensorBoardLogger(RunFolderLogger["WrittenEvent | Scalars", "FilePosition"
         return self._writer
 
     def begin(self) -> None:
-        """Imports the writer, before the first step."""
+        """Imports the writer, and starts the thread that writes, before the first step."""
+        super().begin()
         _ = self.experiment
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

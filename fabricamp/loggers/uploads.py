@@ -90,14 +90,14 @@ class Uploads:
             self._put(callback)
         self._queue.report(errors)
 
-    def finish(self, errors: LoggerErrors, *, succeeded: bool) -> None:
-        """Ends a fit; after a successful one uploads the remaining files, waiting up to ten minutes."""
+    def finish(self, errors: LoggerErrors, *, succeeded: bool, answers: bool = True) -> None:
+        """Ends a fit; after a successful one uploads the remaining files, waiting up to ten minutes (if the server ``answers``)."""
         if succeeded:
             for callback in self._callbacks.values():
                 self._put(callback)
         queue = self._queue
         self._clear()
-        queue.close(UPLOAD_SECONDS if succeeded else LAST_SECONDS)
+        queue.close(UPLOAD_SECONDS if succeeded and answers else LAST_SECONDS)
         queue.report(errors)
 
     def _put(self, callback: SavesCheckpoints) -> None:

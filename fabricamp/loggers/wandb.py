@@ -196,6 +196,7 @@ class WandbLogger(Logger):
             with self._reaches():
                 _ = self.experiment
             self._queue = WriteQueue(self._send, most_at_once=1)  # so only the failed steps are reported as lost
+            self._queue.start()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Logs one row of the run's history; ``step`` is ``trainer/global_step``, the axis of all charts."""
@@ -326,9 +327,9 @@ class WandbLogger(Logger):
             self._uploads.after_save(checkpoint_callback, self.trouble)
 
     def barrier(self, step: int) -> None:
-        """Returns once the package's service has all values so far; the service outlives a killed process."""
+        """Returns once the package's service, which outlives a killed process, has all values so far; at once while it fails."""
         if self._queue is not None:
-            self._queue.wait()
+            self._queue.wait_unless_failing()
 
     def finalize(self, status: str) -> None:
         """Leaves the run open for use after ``fit``; the package ends the run with the process."""

@@ -15,6 +15,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
+from fabricamp._utils.threads import start_thread
 from fabricamp.loggers.logger_errors import LoggerErrors, reason_of
 
 Item = TypeVar("Item")
@@ -63,21 +64,29 @@ class WriteQueue(Generic[Item]):
         self._num_put = 0
         self._num_sent_before = 0  # number of items that were put before those in _sending
         self._failures: list[Failure] = []
+        self.failing = False
+        """Whether the items that were sent last failed."""
         self._timed_out = False  # whether the last wait was in vain, and nothing was sent since
         self._closed = False
         self._thread: threading.Thread | None = None
 
+    def start(self) -> None:
+        """Starts the thread, which the first :meth:`put` does else; raises :class:`NoThreadError` if the system starts none."""
+        with self._own_condition():
+            if self._thread is None:
+                self._thread = start_thread(
+                    self._run, name="fabricamp-write-queue", what="a logger", otherwise="give logger=False"
+                )
+                atexit.register(self._at_exit)
+
     def put(self, item: Item) -> None:
         """Queues ``item``; returns at once."""
         with self._own_condition():
+            self.start()
             self._waiting.append(item)
             self._num_put += 1
             if len(self._waiting) > _MOST_WAITING:
                 self._failures.append(Failure("the server is too slow", [self._waiting.pop(0)]))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="fabricamp-write-queue", daemon=True)
-                self._thread.start()
-                atexit.register(self._at_exit)
             self._changed.notify_all()
 
     def _run(self) -> None:
@@ -97,6 +106,7 @@ class WriteQueue(Generic[Item]):
             except Exception as error:  # noqa: BLE001 - reported by the training thread; costs values, not the run
                 failed = error
             with self._changed:
+                self.failing = failed is not None
                 # A queue that was closed meanwhile has reported these items already.
                 if failed is not None and not self._closed:
                     self._failures.append(Failure(_reason(failed), items, failed))
@@ -116,6 +126,16 @@ class WriteQueue(Generic[Item]):
             answered = self._changed.wait_for(lambda: self._num_done() >= num_put, seconds)
             self._timed_out = not answered
         return answered
+
+    def wait_unless_failing(self) -> bool:
+        """Waits until all items so far were sent, but no longer once items fail, until some are sent again.
+
+        For a server, whose requests may fail one after the other, each after a time.  Returns whether nothing fails.
+        """
+        with self._own_condition():
+            num_put = self._num_put
+            self._changed.wait_for(lambda: self.failing or self._num_done() >= num_put)
+            return not self.failing
 
     def _num_done(self) -> int:
         """Returns the number of items put before the oldest one that is waiting or being sent."""
@@ -223,6 +243,10 @@ class RecordQueue(Generic[Content, Position]):
         self._notices: list[str] = []
 
     # -- called by the training thread -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the thread, which the first request does else; raises :class:`NoThreadError` if the system starts none."""
+        self._calls.start()
 
     def add(self, record: Record[Content]) -> int:
         """Keeps ``record`` in memory; returns the number of waiting records that are not being written."""
@@ -380,7 +404,9 @@ class RecordQueue(Generic[Content, Position]):
 def in_time(call: Callable[[], Answer], seconds: float, whom: str) -> Answer:
     """Returns the result of ``call``, or raises its error; after ``seconds`` raises ``TimeoutError``, and the call runs on."""
     answer: Future[Answer] = Future()
-    threading.Thread(target=_resolve, args=(answer, call), name="fabricamp-question", daemon=True).start()
+    start_thread(
+        _resolve, answer, call, name="fabricamp-question", what=f"a question to {whom}", otherwise="give logger=False"
+    )
     if not wait([answer], seconds).done:
         raise TimeoutError(f"{whom} has not answered within {seconds:g} s")
     return answer.result()

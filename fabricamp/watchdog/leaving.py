@@ -98,8 +98,10 @@ class _Leaver:
         self._ending = threading.Event()
         self._over = threading.Event()
         self._left = False
-        threading.Thread(target=self._run, name="fabricamp-leaver", daemon=True).start()
-        atexit.register(self._at_exit)
+        thread = threading.Thread(target=self._run, name="fabricamp-leaver", daemon=True)
+        with contextlib.suppress(RuntimeError):  # if no thread can be started, the process ends without leaving
+            thread.start()
+            atexit.register(self._at_exit)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._owner:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistNetworkError
 
+from fabricamp._utils.threads import start_thread
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.launch import PEER_FAILURE_NOTE, record_end
 from fabricamp.state import RunState
@@ -108,8 +109,12 @@ class Watchdog:
         self._source = HeartbeatSource(self._state, self._strategy.rank)
         # Publish here, before the thread runs: other ranks need a heartbeat of every rank, even if one dies before its first beat.
         self._publish_heartbeat(self._store, self._source.take(time.monotonic(), stack=False))
-        self._thread = threading.Thread(target=self._watch, name="fabricamp-watchdog", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(
+            self._watch,
+            name="fabricamp-watchdog",
+            what="the watch over the other ranks",
+            otherwise="train in one process",
+        )
 
     def fail(self, error: BaseException) -> list[int]:
         """Reports this rank's failure to the others; returns ranks that failed or died before, and notes them on ``error``."""

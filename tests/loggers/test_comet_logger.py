@@ -183,6 +183,33 @@ def test_a_server_that_cannot_be_reached_costs_values_and_no_step_waits(monkeypa
     assert "4 rows are lost, of the steps 0 to 3: Comet's server cannot be reached" in str(told[-1].message)
 
 
+def test_no_save_waits_while_the_package_fails(monkeypatch):
+    over, ended = threading.Event(), []
+
+    class Fails:
+        alive, disabled = True, False
+
+        def log_metrics(self, values, *, step, epoch):
+            if step:
+                over.wait(60)
+                ended.append(step)
+            raise ConnectionError("refused")
+
+        def flush(self):
+            raise AssertionError("waits for the server")
+
+    monkeypatch.setattr(comet_ml, "start", lambda **options: Fails())
+    logger = CometLogger(api_key="a" * 25)
+    logger.log_metrics({"loss": 0.0}, 0)
+    logger.barrier(0)
+    with pytest.warns(RuntimeWarning, match="refused"):
+        logger.log_metrics({"loss": 1.0}, 1)
+    logger.barrier(1)
+    assert ended == []
+    over.set()
+    logger.close()
+
+
 class Opened:
     """An experiment that may be used only in the process that opened it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -19,7 +20,8 @@ import fabricamp.loggers.mlflow as own
 from fabricamp import Callback
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.errors import ConfigError
-from fabricamp.loggers import CSVLogger, MLFlowLogger
+from fabricamp.loggers import CSVLogger, MLFlowLogger, logger_collection
+from fabricamp.loggers.write_queue import WriteQueue
 from tests.small import Classifier, loader, quiet_trainer
 
 
@@ -296,6 +298,54 @@ def test_a_server_that_never_answers_holds_no_step_up(monkeypatch):
         one.join(60)  # the closed server ends these threads; their error must not reach a later test
     assert "has not answered within 0.2 s" in first
     assert "8 rows are lost, of the steps 0 to 7: no answer within 0.2 s" in last
+
+
+def test_no_save_waits_for_a_server_whose_requests_fail(tmp_path, monkeypatch):
+    """Each request after the first takes until training is over, then fails."""
+    monkeypatch.setattr(logger_collection, "BARRIER_SECONDS", 600)
+    over = threading.Event()
+    logger = MLFlowLogger(save_dir=tmp_path / "runs")
+    asked = []
+
+    def fails(*values, **named):
+        asked.append(named)
+        if len(asked) > 1:
+            over.wait(300)
+        raise ConnectionError("refused")
+
+    monkeypatch.setattr(logger.experiment, "log_batch", fails)
+
+    class Ends(Classifier):
+        def on_train_end(self):
+            over.set()
+
+    checkpoint = ModelCheckpoint(tmp_path / "files", "{step}", every_n_train_steps=1, save_top_k=-1)
+    options = {"logger": logger, "callbacks": checkpoint, "enable_checkpointing": True, "log_every_n_steps": 1}
+    with pytest.warns(RuntimeWarning) as told:
+        quiet_trainer(max_epochs=1, **options).fit(Ends(), loader(32, 4))
+    assert len([*(tmp_path / "files").glob("*.ckpt")]) == 8
+    assert "8 rows are lost, of the steps 0 to 7: refused" in str(told[-1].message)
+
+
+@pytest.mark.parametrize(("fails", "seconds"), [(False, 600.0), (True, 30.0)])
+def test_the_end_waits_for_uploads_as_long_as_the_server_answers(tmp_path, monkeypatch, fails, seconds):
+    waited = []
+    close = WriteQueue.close
+
+    def remember(queue, limit):
+        waited.append(limit)
+        return close(queue, limit)
+
+    monkeypatch.setattr(WriteQueue, "close", remember)
+    logger = MLFlowLogger(save_dir=tmp_path / "runs", log_model=True)
+    if fails:
+        monkeypatch.setattr(logger.experiment, "log_batch", lambda *_, **named: 1 / 0)
+    with pytest.warns(RuntimeWarning) if fails else contextlib.nullcontext():
+        logger.log_metrics({"loss": 1.0}, 0)
+        logger.barrier(1)
+        logger.finalize("success")
+        assert waited == [seconds]
+        logger.close()
 
 
 def test_no_step_waits_while_values_are_sent(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import struct
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -474,6 +475,28 @@ def test_a_server_that_cannot_be_reached_is_asked_once_a_fit(monkeypatch):
             assert fit(logger).global_step == 4
         assert len(asked) == fits
         assert "4 rows are lost, of the steps 0 to 3: timed out" in str(told[-1].message)
+
+
+def test_no_save_waits_while_the_service_fails(monkeypatch):
+    over, ended = threading.Event(), []
+
+    def fails(row):
+        if row["loss"]:
+            over.wait(60)
+            ended.append(row)
+        raise ConnectionError("the service is gone")
+
+    logger = WandbLogger()
+    logger.begin()
+    monkeypatch.setattr(logger.experiment, "log", fails)
+    for step in range(2):
+        logger.log_metrics({"loss": float(step)}, step)
+    logger.barrier(2)
+    assert ended == []
+    over.set()
+    with pytest.warns(RuntimeWarning, match="the service is gone"):
+        logger.close()
+    wandb.finish()
 
 
 def test_no_step_waits_for_the_run_to_open(monkeypatch):

@@ -157,6 +157,35 @@ def test_a_barrier_does_not_wait_for_what_comes_behind_it():
     assert queue.close(60)
 
 
+def test_a_wait_ends_when_items_fail_and_goes_on_when_some_are_sent():
+    answers, begun = [threading.Event() for _ in range(4)], [threading.Event() for _ in range(4)]
+
+    def send(items):
+        begun[items[0]].set()
+        assert answers[items[0]].wait(60)
+        if items[0] < 2:
+            raise ConnectionError("the server is gone")
+
+    queue = WriteQueue(send, most_at_once=1)
+    answers[0].set()
+    queue.put(0)
+    queue.put(1)
+    assert not queue.wait_unless_failing()  # 1 is still being sent
+    assert begun[1].wait(60)
+    queue.put(2)
+    assert not queue.wait_unless_failing()
+    answers[1].set()
+    answers[2].set()
+    assert queue.wait(60)
+    assert not queue.failing
+    threading.Thread(target=lambda: begun[3].wait(60) and answers[3].set()).start()
+    queue.put(3)
+    assert queue.wait_unless_failing()  # it waits again
+    assert answers[3].is_set()
+    assert [failure.items for failure in queue.failures()] == [[0], [1]]
+    assert queue.close(60)
+
+
 def test_a_csv_file_that_is_asked_for_while_its_disk_hangs_is_told_once(tmp_path, monkeypatch):
     disk, logger = Hanging(monkeypatch), csv_logger(tmp_path)
     logger.log_metrics({"loss": 0.0}, 0)
