@@ -1,6 +1,6 @@
 """Data for the step: resumable samplers, loaders wired for the ranks, the prefetch to the device."""
 
-from fabricamp.data.combined import CombinedLoader, combine, leaves_of
+from fabricamp.data.combined import CombinedLoader, combine, leaves_of, most_batches
 from fabricamp.data.datamodule import DataModule
 from fabricamp.data.feed import Feed
 from fabricamp.data.length_groups import LengthGroups
@@ -30,6 +30,7 @@ __all__ = [
     "limit_batches",
     "loader_length",
     "look_for_doubles",
+    "most_batches",
     "move_to_device",
     "release_workers",
     "set_epoch",

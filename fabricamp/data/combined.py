@@ -13,11 +13,13 @@ from fabricamp._utils.containers import own_containers
 from fabricamp._utils.keywords import NamesKeywords
 from fabricamp._utils.types import Loader, StateDict
 from fabricamp.arguments.checks import check_choice
-from fabricamp.data.lengths import known_length, loader_length
+from fabricamp.data.lengths import ends_by_samples, known_length, loader_length, most_batches_of
 from fabricamp.data.position import (
     BEGUN,
+    StreamPass,
     batches_before,
     begin,
+    begin_stream,
     continues_after_limit,
     draw_order,
     end_workers,
@@ -128,14 +130,13 @@ class CombinedLoader(NamesKeywords):
         """Returns a pass at ``positions`` whose end is repeated; it skips loaders that do not continue after a limited pass."""
         sources = self._sources(positions)
         if self.mode != "sequential":
-            nothing = _Source((), 0, cycles=False, entered={}, again=False, ending={})
+            nothing = _Source((), 0, mode="max_size", entered={}, again=False, ending={})
             sources = [source if continues_after_limit(source.loader) else nothing for source in sources]
         return CombinedPass(self, sources)
 
     def _sources(self, positions: Sequence[StateDict]) -> list[_Source]:
-        cycles = self.mode == "max_size_cycle"
         return [
-            _Source(loader, self._epoch, cycles=cycles, entered=position, again=self.again, ending=ending)
+            _Source(loader, self._epoch, mode=self.mode, entered=position, again=self.again, ending=ending)
             for loader, position, ending in zip(
                 self.members, positions or [{}] * len(self._keys), self._endings, strict=True
             )
@@ -149,15 +150,15 @@ class CombinedLoader(NamesKeywords):
             count = batches_before(loader, position)
             if not position.get("rounds"):
                 in_first_round.append(count)
-            elif (length := known_length(loader)) < math.inf:
+            elif (length := exact_length(loader)) < math.inf:
                 count = int(length)
             in_all += count
         # A loader that started again counts from 0, so its position does not show how far the pass is.
         return in_all if self.mode == "sequential" else max(in_first_round, default=0)
 
-    def length(self) -> int | float:
-        """Returns the number of batches; inf if it depends on a loader without a length."""
-        lengths = [known_length(loader) for loader in self.members]
+    def length(self, length_of: Callable[[Loader], float] = known_length) -> int | float:
+        """Returns the number of batches, from that of each loader; inf if it depends on a loader without a length."""
+        lengths = [length_of(loader) for loader in self.members]
         if self.mode == "sequential":
             return sum(lengths)
         return min(lengths) if self.mode == "min_size" else max(lengths)
@@ -188,7 +189,11 @@ class CombinedPass:
         self._ends_early = combined.mode == "min_size"
         self._read = 0  # number of batches that were asked for
         # Before any loader is opened: entering a position within an order shortens the loader's len() until its first batch.
-        self._left = combined.length() - combined.batches_before([source.entered for source in sources])
+        self._before = combined.batches_before([source.entered for source in sources])
+        self._left = most_batches(combined) - self._before
+        self._lengths = [known_length(source.loader) for source in sources]
+        # An end by samples is seen when it is there; a loader after the other ends by itself.
+        self._looks_for_end = not self._sequential and any(ends_by_samples(source.loader) for source in sources)
         # The caller creates a resumed pass under temporary RNG states: a loader that the position is within has to be opened here,
         # and no other.
         opened = [source for source in sources if source.is_within or not (source.ended or self._sequential)]
@@ -206,7 +211,7 @@ class CombinedPass:
             source.record()
         if self._sequential:
             return self._next_in_turn()
-        if self._left <= 0:
+        if self._left <= 0 or (self._looks_for_end and self._is_complete()):
             raise StopIteration
         self._left -= 1
         batches = [source.take() for source in self._sources]
@@ -215,6 +220,15 @@ class CombinedPass:
             self._left = 0
             raise StopIteration
         return self._combined.collect(batches)
+
+    def _is_complete(self) -> bool:
+        """Whether the loaders, or for ``min_size`` one of them, have given as many batches or samples as their lengths say."""
+        done = self._before + self._read - 1
+        complete = [
+            source.is_complete if ends_by_samples(source.loader) else done >= length
+            for source, length in zip(self._sources, self._lengths, strict=True)
+        ]
+        return any(complete) if self._ends_early else all(complete)
 
     def _next_in_turn(self) -> Batch:
         for source in self._sources:
@@ -238,7 +252,7 @@ class CombinedPass:
 
 
 class _Source:
-    """Endless batches of one loader: after its end it starts again (``cycles``), or gives None.
+    """Endless batches of one loader: after its end it starts again (``mode="max_size_cycle"``), or gives None.
 
     A round is one pass over the loader.
 
@@ -248,7 +262,7 @@ class _Source:
     """
 
     def __init__(
-        self, loader: Loader, epoch: int, *, cycles: bool, entered: StateDict, again: bool, ending: StateDict
+        self, loader: Loader, epoch: int, *, mode: Mode, entered: StateDict, again: bool, ending: StateDict
     ) -> None:
         self.loader = loader
         self.entered = entered
@@ -256,7 +270,9 @@ class _Source:
         self.rounds = int(entered.get("rounds", 0))
         """Number of times that the loader has ended."""
         self._epoch = epoch
-        self._cycles = cycles
+        self._cycles = cycles = mode == "max_size_cycle"
+        # Beside other loaders a stream goes on beyond its len(), as long as the pass does.
+        self._ends_by_samples = mode == "sequential"
         self._again = again
         self._read = 0  # number of batches of this round since it was entered
         self._unread = 0  # number of batches to read past before the first one
@@ -282,6 +298,11 @@ class _Source:
     def ended(self) -> bool:
         """Whether the loader has reached its end at least once."""
         return self.rounds > 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the loader has given as many samples as its ``len()`` says, or has ended."""
+        return self.ended or (isinstance(self._batches, StreamPass) and self._batches.complete)
 
     @property
     def is_within(self) -> bool:
@@ -312,7 +333,9 @@ class _Source:
         if isinstance(self.loader, CombinedLoader):
             self._batches = self.loader.batches()
         else:
-            self._batches = begin(self.loader, again=self._again or self.rounds > 0)
+            position = {} if self._unread else self.entered
+            again = self._again or self.rounds > 0
+            self._batches = begin_stream(self.loader, position, again=again, ends=self._ends_by_samples)
 
     def read_past(self) -> None:
         """Reads and drops the batches before the position, if the loader has no other way to it."""
@@ -418,6 +441,8 @@ class _Source:
             position = {"rounds": rounds, **position_of(self.loader, entered, read)}
         if drawn:
             position["rng_states"] = drawn
+        if isinstance(self._batches, StreamPass) and continues_after_limit(self.loader):
+            position["stream_samples"] = self._batches.samples
         return position
 
     def position(self) -> StateDict:
@@ -471,6 +496,11 @@ def _is_loader(member: object) -> bool:
 def leaves_of(loader: Loader) -> list[Loader]:
     """Returns the flattened loaders of a CombinedLoader; for any other loader, a list of only that loader."""
     return loader.flattened if isinstance(loader, CombinedLoader) else [loader]
+
+
+def most_batches(loader: Loader) -> int | float:
+    """Returns the largest number of batches of a pass: ``len(loader)``, unless samples of a stream decide; inf if it has none."""
+    return loader.length(most_batches) if isinstance(loader, CombinedLoader) else most_batches_of(loader)
 
 
 def exact_length(loader: Loader) -> int | float:

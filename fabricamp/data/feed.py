@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from fabricamp.data.combined import CombinedLoader, CombinedPass, exact_length
-from fabricamp.data.lengths import known_length
+from fabricamp.data.combined import CombinedLoader, CombinedPass, exact_length, most_batches
+from fabricamp.data.lengths import ends_by_samples, known_length
 from fabricamp.data.position import (
     BEGUN,
+    StreamPass,
     as_saved,
     batches_before,
-    begin,
+    begin_stream,
     continues_after_limit,
     convert,
     draw_order,
@@ -65,6 +66,8 @@ class Feed:
     ``begun``: the run began a pass in an earlier process.
     ``reach``: how many batches, with the one that was handed out last, a resume point may have to give again: those of an
     accumulation.  0: the pass is never resumed (an evaluation), and no loader is asked for its position.
+    ``go_on`` makes ranks whose loaders end apart end together: each calls it with whether it has another batch, from the ``sure``
+    number of batches on, which each has to have; if it returns False, no further batch is handed out.
 
     >>> feed = Feed([1, 2, 3], limit=2)
     >>> [(batch, feed.last) for batch in feed]
@@ -83,9 +86,14 @@ class Feed:
         hooked: bool = False,
         begun: bool = False,
         reach: int = 1,
+        sure: float = math.inf,
+        go_on: Callable[[bool], bool] | None = None,
     ) -> None:
         self.last = False
-        self.limit = limit
+        # A pass that ends by its samples is not cut at the most batches that they can make.
+        self.limit = math.inf if ends_by_samples(loader) and limit >= most_batches(loader) else limit
+        self._sure = sure
+        self._go_on = go_on
         self._loader = loader
         self._combined = loader if isinstance(loader, CombinedLoader) else None
         self._members: list[Loader] = [loader] if self._combined is None else self._combined.members
@@ -329,7 +337,8 @@ class Feed:
         self._has_begun = True
         if self._combined is None:
             unread = enter(self._loader, self._entered[0]) if resume else 0
-            return without_first(begin(self._loader, again=again), unread)
+            position = {} if unread else self._entered[0]
+            return without_first(begin_stream(self._loader, position, again=again), unread)
         self._combined.again = again
         if resume.get("positions"):
             return self._combined.starting_at(self._entered)
@@ -403,6 +412,7 @@ class Feed:
     def _read_ahead(self, batches: Iterator[Batch], ahead: int) -> Iterator[tuple[Batch, bool]]:
         """Yields (batch, whether it is the last), reading ``ahead`` batches ahead; raises an error in place of its batch."""
         queue = self._queue
+        handed_out = self._skipped
         if not queue:  # a resumed pass has read batches in _open
             self._read(batches)
         while True:
@@ -411,8 +421,15 @@ class Feed:
             batch = queue.popleft()
             if batch is _END:
                 break
-            yield batch, queue[0] is _END and self._failure is None
+            last = queue[0] is _END and self._failure is None
+            handed_out += 1
+            if self._go_on is not None and handed_out >= self._sure and not self._go_on(not last):
+                self._end_with_others(ends_here=last)
+                last = True
+            yield batch, last
             del batch
+            if last:
+                return
         failure = self._failure
         self._failure = None
         if failure is not None:
@@ -440,6 +457,13 @@ class Feed:
         elif len(recorded) == 2 and BEGUN not in recorded[0]:
             # The last batch is read again too: from the state after it, one stream ends and another begins its next pass.
             self._ending = recorded
+            self._ends_with_loader = False
+
+    def _end_with_others(self, *, ends_here: bool) -> None:
+        """Notes that another rank has no further batch, so that this pass ends before a batch that was read."""
+        self._failure = None
+        if self._continues and not ends_here:
+            self._ending = [self._snapshots[-1][1]]
             self._ends_with_loader = False
 
     def _end(self) -> None:
@@ -539,7 +563,10 @@ class Feed:
 
     def _positions(self, read: int) -> list[StateDict]:
         if self._combined is None:
-            return [position_of(self._loader, self._entered[0], read)]
+            position = position_of(self._loader, self._entered[0], read)
+            if isinstance(self._source, StreamPass) and self._continues:
+                position["stream_samples"] = self._source.samples
+            return [position]
         return self._source.positions(read) if isinstance(self._source, CombinedPass) else self._entered
 
     def load_state_dict(self, state: StateDict) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fabricamp.arguments.checks import whole_number
 from fabricamp.data.samplers import EvalSampler, TrainSampler
@@ -45,6 +45,32 @@ def known_length(loader: object) -> int | float:
         return math.inf
 
 
+def is_sized_stream(loader: object) -> TypeGuard[DataLoader[Any]]:
+    """Whether ``loader`` is torch's DataLoader over a stream with a ``len()``, whose number of batches is an estimate."""
+    over_stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+    return over_stream and known_length(loader) < math.inf
+
+
+def ends_by_samples(loader: object) -> TypeGuard[DataLoader[Any]]:
+    """Whether an epoch over ``loader`` has as many samples as a stream's ``len()`` says, in a number of batches not known before.
+
+    Workers share the stream, and each of them may end with an incomplete batch.
+    """
+    return is_sized_stream(loader) and loader.num_workers > 0
+
+
+def most_batches_of(loader: object) -> int | float:
+    """Returns ``len(loader)``; if its workers share a stream, the most batches that as many samples make; inf if it has none."""
+    if not ends_by_samples(loader):
+        return known_length(loader)
+    samples = known_length(loader.dataset)
+    if type(loader).__len__ is not DataLoader.__len__ or samples == math.inf:
+        return known_length(loader) + loader.num_workers
+    if loader.batch_size is None or loader.drop_last:
+        return known_length(loader)
+    return (int(samples) + loader.num_workers * (loader.batch_size - 1)) // loader.batch_size
+
+
 def batch_sizes(loader: Loader) -> list[int] | None:
     """Returns the batch size of each loader that ``loader`` is combined from; None if any of them is unknown."""
     sizes = []
@@ -75,16 +101,20 @@ def check_limit(limit: object, name: str, *, optional: bool = False) -> int | fl
     return number
 
 
-def limit_batches(length: float, limit: float, name: str) -> int | float:
-    """Returns the number of batches under ``limit`` out of ``length``: at most that number (int), or that fraction (float)."""
+def limit_batches(length: float, limit: float, name: str, *, most: float | None = None) -> int | float:
+    """Returns the number of batches under ``limit`` out of ``length``: at most that number (int), or that fraction (float).
+
+    ``most``: how many there may be instead, if ``length`` is an estimate; a fraction is one of the estimate.
+    """
     check_limit(limit, name)
+    whole = length if most is None else most
     if isinstance(limit, int):
-        return limit if length == math.inf else min(int(length), limit)
+        return limit if whole == math.inf else min(int(whole), limit)
     if limit == 0.0:
         return 0
+    if limit == 1.0:
+        return whole
     if length == math.inf:
-        if limit == 1.0:
-            return math.inf
         raise ConfigError(
             f"{name}={limit!r} is a fraction of a loader that has no len(); pass a number of batches, or 1.0"
         )

@@ -7,7 +7,7 @@ A position is a dict with these keys:
   sampler), so that a run with another batch size or another number of ranks resumes after the same sample.
 - ``draws``, for the same loaders: the RNG draws that the order came from.
 - ``batches_of_all_ranks``, for a loader with :class:`LengthGroups`: the number of batches of all ranks.
-- ``state``, for a loader that keeps its own position.
+- ``state``, for a loader that keeps its own position; ``stream_samples``, if the samples of its stream are counted.
 - ``begun``, with ``batches`` 0: the order of the pass is drawn; its first batch is out, but not done.
 - ``rounds`` and ``ending``, for one of several loaders: see :class:`fabricamp.data.combined._Source`.
 
@@ -20,7 +20,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import logging
 import math
+import warnings
+import weakref
 from collections.abc import Iterator, Sequence, Sized
 from typing import Any, TypeGuard, cast
 
@@ -28,15 +31,21 @@ import torch
 from torch import Generator, Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, default_collate
 
+from fabricamp._utils.containers import tensors_within
+from fabricamp._utils.first_rank import started_rank
 from fabricamp._utils.types import Batch, Loader, StateDict, Stateful, has_state
 from fabricamp.data.length_groups import LengthGroups
-from fabricamp.data.lengths import known_length
+from fabricamp.data.lengths import ends_by_samples, is_sized_stream, known_length, most_batches_of
 from fabricamp.data.orders import GIVEN, Draw
 from fabricamp.data.resident import ResidentLoader
 from fabricamp.data.samplers import GivenSampler, TrainSampler
 from fabricamp.data.seeding import SeededDataset
 from fabricamp.errors import CheckpointError
 from fabricamp.rng import capture_rng, isolate_rng, restore_rng
+
+_LOG = logging.getLogger("fabricamp")
+_TOLD: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
+_LOOKED_BEHIND: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
 
 BEGUN = "begun"
 """Key of a position with 0 batches: the pass has begun, its order is drawn, and its first batch is out but not done."""
@@ -277,6 +286,92 @@ def draw_seed(loader: DataLoader[Any]) -> None:
     torch.empty((), dtype=torch.int64, device="cpu").random_(generator=loader.generator)
 
 
+class StreamPass:
+    """A pass over torch's DataLoader of a stream with a ``len()``; tells once if the stream has not as many samples as that says.
+
+    If workers share the stream, the pass is ``complete`` when so many samples came.  ``ends``: it ends there, else only with the
+    stream.  Samples are counted where all tensors of a batch have one length; where they have not, the pass is complete after the
+    most batches that so many samples make.  ``position``: where the pass begins.
+    """
+
+    def __init__(self, loader: DataLoader[Any], batches: Iterator[Batch], position: StateDict, *, ends: bool) -> None:
+        self.opened = batches
+        self.samples = int(position.get("stream_samples", 0))
+        self._count = int(position.get("batches", 0))
+        self._loader = loader
+        self._said = known_length(loader.dataset)
+        self._most = most_batches_of(loader) if ends_by_samples(loader) else math.inf
+        self._ends = ends
+
+    @property
+    def complete(self) -> bool:
+        """Whether the stream has given all that its ``len()`` says, as far as workers share it."""
+        return self._count >= self._most or (self._most < math.inf and self.samples >= self._said)
+
+    def __iter__(self) -> StreamPass:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._ends and self.complete:
+            self._look_behind()
+            raise StopIteration
+        try:
+            batch = next(self.opened)
+        except StopIteration:
+            self._look_before()
+            raise
+        self._count += 1
+        self.samples += samples_in(batch, self._loader.batch_size)
+        return batch
+
+    def _look_behind(self) -> None:
+        """Tells, once, if the stream goes on: reads one more batch, unless the loader would then go on behind it."""
+        if self._loader in _LOOKED_BEHIND or is_stateful(self._loader):
+            return
+        _LOOKED_BEHIND.add(self._loader)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own: it compares the number of batches with that of samples
+            try:
+                next(self.opened)
+            except Exception:  # noqa: BLE001 - StopIteration, or an error behind the end, which is nobody's batch
+                return
+        self._tell("ends there, and the stream goes on: the rest is left out")
+
+    def _look_before(self) -> None:
+        """Tells, once, if the stream has ended early."""
+        counts = self.samples > 0 and not self._loader.drop_last  # which drops the incomplete batch of each worker
+        short = self.samples < self._said if counts else self._count < known_length(self._loader)
+        if short:
+            self._tell("ends there with the stream, earlier than schedules expect")
+
+    def _tell(self, what: str) -> None:
+        if self._loader in _TOLD or started_rank() != 0:
+            return
+        _TOLD.add(self._loader)
+        name = type(self._loader.dataset).__name__
+        came = f"{self._count} batches" + (f" of {self.samples} samples" if self.samples else "")
+        said = f"{known_length(self._loader)} batches" + (f" of {self._said} samples" if self._said < math.inf else "")
+        _LOG.warning(
+            "%s says %s by its len(), and gave %s: an epoch %s; let __len__ say what the stream gives, or leave it out",
+            name, said, came, what,
+        )  # fmt: skip
+
+
+def samples_in(batch: Batch, batch_size: int | None) -> int:
+    """Returns the number of samples in a batch of at most ``batch_size`` (None: each is one sample); 0 if it does not show."""
+    if batch_size is None:
+        return 1
+    lengths = {tensor.shape[0] for tensor in tensors_within(batch) if tensor.ndim}
+    length = lengths.pop() if len(lengths) == 1 else 0
+    return length if length <= batch_size else 0
+
+
+def begin_stream(loader: Loader, position: StateDict, *, again: bool, ends: bool = True) -> Iterator[Batch]:
+    """Returns what :func:`begin` does, as a :class:`StreamPass` if the loader is torch's over a stream with a ``len()``."""
+    batches = begin(loader, again=again)
+    return StreamPass(loader, batches, position, ends=ends) if is_sized_stream(loader) else batches
+
+
 def without_first(batches: Iterator[Batch], unread: int) -> Iterator[Batch]:
     """Reads and drops the first ``unread`` of ``batches``; returns ``batches``."""
     next(itertools.islice(batches, unread, unread), None)
@@ -285,6 +380,8 @@ def without_first(batches: Iterator[Batch], unread: int) -> Iterator[Batch]:
 
 def end_workers(loader: Loader, batches: object) -> None:
     """Ends the workers of one pass now, unless they are persistent: a kept traceback would keep them from the garbage collector."""
+    if isinstance(batches, StreamPass):
+        batches = batches.opened
     shut_down = getattr(batches, "_shutdown_workers", None)
     if shut_down is not None and not cast("DataLoader[Batch]", loader).persistent_workers:
         shut_down()

@@ -204,7 +204,18 @@ class Validation(Entry):
             return False
         if self._every == math.inf:  # the loader has no length
             return last
-        return state.batch_idx % self._every == 0
+        return state.batch_idx % self._every == 0 or (last and self._is_owed())
+
+    def _is_owed(self) -> bool:
+        """Returns whether an epoch that ended before its length has missed a validation that a loader of that length has.
+
+        A number of batches is meant as it is: such validations are only owed to an epoch without any.
+        """
+        if self._parts.length == math.inf:
+            return False
+        done = self._state.batch_idx // self._every
+        expected = self._parts.length // self._every
+        return done < expected and (done == 0 or isinstance(self._interval, float))
 
     def _batches_left(self, ahead: int) -> float:
         """Returns the micro-batches to the next validation, ``ahead`` micro-batches from here, if they are counted."""

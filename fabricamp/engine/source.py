@@ -25,6 +25,7 @@ from fabricamp.data import (
     limit_batches,
     loader_length,
     look_for_doubles,
+    most_batches,
     release_workers,
     wire_loader,
 )
@@ -101,6 +102,7 @@ class DataSource:
         self._train_loader: Loader | None = None
         self._unwired_train_loader: object = None  # as it was given or made
         self._num_training_batches: float | None = None
+        self._sure_batches: float = 0  # that each rank has to have
         self._feeds: list[tuple[Loader, Feed]] = []
         self.train_feed: Feed | None = None
         """The batches to train on; None before their loader is created, and after it was released for another one."""
@@ -119,15 +121,19 @@ class DataSource:
             self._unwired_train_loader = loader
             loader = self._wire(combine(loader), train=True)
             length = loader_length(loader, "train_dataloaders")
-            length = limit_batches(length, self._settings.limit_train_batches, "limit_train_batches")
-            check_equal_lengths(self._strategy, length, "train_dataloaders", loader)
+            limit = self._settings.limit_train_batches
+            sure = limit_batches(length, limit, "limit_train_batches")
+            check_equal_lengths(self._strategy, sure, "train_dataloaders", loader)
+            # Replicas that join and leave have no collective in which to agree on the end of an epoch.
+            most = length if self._strategy.membership.heals else most_batches(loader)
             self._train_loader = loader
-            self._num_training_batches = length
+            self._sure_batches = sure
+            self._num_training_batches = limit_batches(length, limit, "limit_train_batches", most=most)
         return self._train_loader
 
     @property
     def num_training_batches(self) -> float:
-        """The micro-batches in an epoch on this rank."""
+        """The micro-batches in an epoch on this rank; the most that there can be, if the samples of a stream decide."""
         # Computed once: a resumed epoch makes the loader shorter.
         if self._num_training_batches is None:
             _ = self.train_loader
@@ -187,7 +193,10 @@ class DataSource:
             return [train_loader], [length]
         wired, self._collections[name] = self._wire_evaluation(loaders, in_batches=name == "predict")
         label = "val_dataloaders" if name == "val" else "dataloaders"
-        lengths = [limit_batches(loader_length(loader, label), limit, f"limit_{name}_batches") for loader in wired]
+        lengths = [
+            limit_batches(loader_length(loader, label), limit, f"limit_{name}_batches", most=most_batches(loader))
+            for loader in wired
+        ]
         return wired, lengths
 
     @property
@@ -310,6 +319,8 @@ class DataSource:
             hooked=hooked,
             begun=begun,
             reach=self._reach if trains else 0,
+            sure=self._sure_batches,
+            go_on=self._all_go_on if trains and self._ends_may_differ else None,
         )
         self._feeds.append((loader, feed))
         if trains:
@@ -324,6 +335,22 @@ class DataSource:
         """How many training batches may be out of the loader and not done: those of a step, or of a launch of several steps."""
         graph = self._settings.cuda_graph
         return max(self._settings.most_accumulated, 1 if graph is None else graph.steps)
+
+    @property
+    def _ends_may_differ(self) -> bool:
+        """Whether a rank may have more training batches than another, each as many samples as its stream says."""
+        return self._strategy.world_size > 1 and self.num_training_batches > self._sure_batches
+
+    def _all_go_on(self, has_more: bool) -> bool:
+        """Returns whether every rank has a further training batch; every rank has to call it."""
+        ranks = self._strategy.all_gather_object(has_more)
+        if any(ranks) and not all(ranks) and self._strategy.rank == 0:
+            more, none = ([rank for rank, has in enumerate(ranks) if has is one] for one in (True, False))
+            say_once(
+                f"an epoch ends where the first rank's stream does: ranks {none} have no further batch, and what ranks {more} "
+                "still have is left out; give each rank the same number of batches"
+            )
+        return all(ranks)
 
     def _transfer_hook(self, name: str) -> _TransferHook:
         datamodule = self._source.datamodule

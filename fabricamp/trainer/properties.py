@@ -334,7 +334,10 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def num_training_batches(self) -> float:
-        """The number of micro-batches in an epoch on this rank, in other runs that of the last fit; infinity if it is not known."""
+        """The number of micro-batches in an epoch on this rank, in other runs that of the last fit; infinity if it is not known.
+
+        The most that there can be, if the samples of a stream with workers decide.
+        """
         session = self._runner.session
         if session is not None and session.fn is TrainerFn.FITTING:
             return session.data.num_training_batches
