@@ -116,6 +116,8 @@ class GraphUpdate(Update):
         self._handed: list[tuple[Tensor, Tensor | None]] = []
         self._handed_loss: Tensor | None = None
         super().__init__(parts)
+        # Eager steps before a capture run in the graphs' memory, of which a comparison of all weights would take some.
+        self._looks = 0
         options = session.settings.cuda_graph
         assert options is not None
         self._options = options
