@@ -592,6 +592,15 @@ class GraphUpdate(Update):
     def _launch_checked(
         self, step: CapturedStep, batch: Batch, eager: Callable[[], Output], key: Key
     ) -> NotCapturableError | None:
+        """Runs a replay and compares it to an ``eager`` step, as :meth:`_compared` does."""
+        difference = self._compared(step, batch, eager, key)
+        # The comparison has written weights and masters: noted here, or the next edit would count as one of both.
+        self._parts.precision.take_edits()
+        return difference
+
+    def _compared(
+        self, step: CapturedStep, batch: Batch, eager: Callable[[], Output], key: Key
+    ) -> NotCapturableError | None:
         """Runs a replay and compares it to an ``eager`` step bit by bit, if the memory suffices for that.
 
         Returns None, or an error that names the first difference; the state is as before the replay then.
