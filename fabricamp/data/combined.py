@@ -148,10 +148,11 @@ class CombinedLoader(NamesKeywords):
         in_all = 0
         for loader, position in zip(self.members, positions, strict=True):
             count = batches_before(loader, position)
-            if not position.get("rounds"):
-                in_first_round.append(count)
-            elif (length := exact_length(loader)) < math.inf:
+            ended = bool(position.get("rounds"))
+            if ended and (length := exact_length(loader)) < math.inf:
                 count = int(length)
+            if not (ended and self.mode == "max_size_cycle"):
+                in_first_round.append(count)
             in_all += count
         # A loader that started again counts from 0, so its position does not show how far the pass is.
         return in_all if self.mode == "sequential" else max(in_first_round, default=0)

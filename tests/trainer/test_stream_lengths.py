@@ -305,7 +305,9 @@ def test_before_another_loader(size, tmp_path):
     assert [len(batch) for batch in straight.seen[own : own + 3]] == [1, 1, 1]
     assert len(straight.seen) == 2 * (own + 3)
     assert straight.validated == [(0, own + 3), (1, own + 3)]
-    assert fit(make(), ckpt_path=straight.file)[0].seen == straight.seen[own + 1 :]
+    resumed, _ = fit(make(), ckpt_path=straight.file)
+    assert resumed.seen == straight.seen[own + 1 :]
+    assert resumed.validated == straight.validated
 
 
 def test_another_class_of_loader_has_to_keep_its_length():
