@@ -159,6 +159,9 @@ class Precision(NamesKeywords):
         values, and raises :class:`ConfigError` for edits that no counter shows, at once or in a later call: the host does not wait.
         """
 
+    def note_restored_weights(self) -> None:
+        """Notes that weights and their fp32 masters were written together, from an earlier state: neither was edited."""
+
     def refresh_masters(self) -> None:
         """Lets the masters take every element of the module's weights that was changed, also through ``.data``."""
 

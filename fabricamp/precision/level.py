@@ -435,6 +435,10 @@ class OptLevel(Precision):
         if look:
             self._full.look_for_unseen_edits()
 
+    def note_restored_weights(self) -> None:
+        """Notes that weights and their fp32 masters were written together, from an earlier state: neither was edited."""
+        self._full.note()
+
     def refresh_masters(self) -> None:
         """Lets the masters take every element of the module's weights that was changed, also through ``.data``.
 

@@ -592,15 +592,6 @@ class GraphUpdate(Update):
     def _launch_checked(
         self, step: CapturedStep, batch: Batch, eager: Callable[[], Output], key: Key
     ) -> NotCapturableError | None:
-        """Runs a replay and compares it to an ``eager`` step, as :meth:`_compared` does."""
-        difference = self._compared(step, batch, eager, key)
-        # The comparison has written weights and masters: noted here, or the next edit would count as one of both.
-        self._parts.precision.take_edits()
-        return difference
-
-    def _compared(
-        self, step: CapturedStep, batch: Batch, eager: Callable[[], Output], key: Key
-    ) -> NotCapturableError | None:
         """Runs a replay and compares it to an ``eager`` step bit by bit, if the memory suffices for that.
 
         Returns None, or an error that names the first difference; the state is as before the replay then.
@@ -641,10 +632,17 @@ class GraphUpdate(Update):
         loss = self.loss
         muted = parts.metrics.muted
         parts.metrics.muted = True
+
+        def eager_from_before() -> Output:
+            # Masters were written with the weights: taken for an edit, they would be rounded within the graphs' memory.
+            parts.precision.note_restored_weights()
+            return eager()
+
         try:
             with self._in_pool(key[1]):
-                difference = compare(state, before, eager, self._consensus.all)
+                difference = compare(state, before, eager_from_before, self._consensus.all)
         finally:
+            parts.precision.note_restored_weights()
             parts.metrics.muted = muted
             self.loss = loss
             self._handed = []  # those of the eager steps
