@@ -16,7 +16,7 @@ import fabricamp.lightning
 from tests.distributed.forked import start_forked
 from tests.distributed.scripts import finish
 from tests.lightning.run import HERE
-from tests.lightning.test_programs import differences, expected
+from tests.lightning.test_programs import expected
 
 
 def run(folder, *command, code=0, text=None):
@@ -141,8 +141,10 @@ def test_a_public_style_program_runs_as_written(tmp_path, run_forked):
     printed, _ = run_forked(tmp_path, text)
     lines = expected(name).splitlines()
     own = [line for line in printed.splitlines() if line.split(" ")[0] in {one.split(" ")[0] for one in lines}]
-    different = list(differences("\n".join(lines), "\n".join(own)))
-    assert not different, "".join(different)
+    # Losses and sums were recorded on another CPU, whose vectors have another width.
+    for line, ours in zip(lines, own, strict=True):
+        for word, same in zip(line.split(), ours.split(), strict=True):
+            assert word == same or float(word) == pytest.approx(float(same), rel=1e-6, abs=0), (line, ours)
 
 
 FACTORY = """
