@@ -47,6 +47,7 @@ class EvaluationLoop:
         agreement: StopAgreement,
         together: Callable[[Iterable[Batch]], Iterable[Batch]],
         inference_mode: bool,
+        tell_of_empty: Callable[[int], None],
         record: PredictionRecord | None = None,
         compiled: Callable[[Step], Step] = lambda step: step,
     ) -> None:
@@ -75,6 +76,7 @@ class EvaluationLoop:
         self._epoch_end = hooks(f"on_{kind}_epoch_end")
         self._batch_start = hooks(f"on_{kind}_batch_start")
         self._batch_end = hooks(f"on_{kind}_batch_end")
+        self._tell_of_empty = tell_of_empty
         self._record = record
         if record is not None and record.writes:
             self._batch_start = (record.begin_batch, *self._batch_start)
@@ -161,6 +163,7 @@ class EvaluationLoop:
             return
         # The first loader only: ranks reach later ones at different times, as a loader may have fewer batches on one rank.
         batches = self._together(feed) if dataloader_idx == 0 else feed
+        batch_idx = -1
         for batch_idx, batch in enumerate(batches):
             user_call.batch = batch
             for hook in self._batch_start:
@@ -173,6 +176,8 @@ class EvaluationLoop:
                 outputs.append(output)
             if self._stops and self._count_and_stop():
                 break
+        if batch_idx < 0:
+            self._tell_of_empty(dataloader_idx)
         if self._kind != "predict":
             user_call.scope = Scope.EVAL_EPOCH
 

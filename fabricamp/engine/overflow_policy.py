@@ -89,11 +89,20 @@ class OverflowPolicy:
         if self._unreported_skips and self._strategy.rank == 0:
             results = self._step_results
             count = self._unreported_skips
-            moving = f"; the loss scale is {results.scale:g} now; dynamic scaling skips a few steps to find its value"
+            if results.dynamic and results.at_lowest_scale:
+                scaling = (
+                    f"; the loss scale is {results.scale:g}, its lowest: look for what is too large in data or loss"
+                )
+            elif results.dynamic:
+                scaling = (
+                    f"; the loss scale is {results.scale:g} now; dynamic scaling skips a few steps to find its value"
+                )
+            else:
+                scaling = ""
             logger.warning(
                 "%s skipped: gradients were not finite (%d in all%s)",
                 "1 step was" if count == 1 else f"{count} steps were",
                 results.skipped_steps,
-                moving if results.dynamic else "",
+                scaling,
             )
         self._unreported_skips = 0

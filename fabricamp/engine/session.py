@@ -114,6 +114,7 @@ class Session:
         self.resumed = False
         self.closed = False
         self._told_of_objects = False
+        self._told_of_empty: set[int] = set()
         self.run_context = DETACHED  # until attach
         self.step: Step = module.training_step  # in fit: as wrapped by the strategy
         self.validation_follows: Callable[[], bool] = bool  # in fit: TrainingLoop.validation_follows
@@ -509,6 +510,7 @@ class Session:
             inference_mode=inference_mode and self.strategy.sharding.allows_inference_mode(),
             record=record,
             compiled=self.compilation.evaluation_step,
+            tell_of_empty=partial(self._tell_of_empty, kind, len(loaders)),
         )
         loop.forward = self.graphs.evaluation(kind, loop.forward)
         begun = self.resumed and self.trainer.state.validations > 0
@@ -517,6 +519,18 @@ class Session:
             for index, (loader, length) in enumerate(zip(loaders, lengths, strict=True))
         ]
         return profile_evaluation(self.trainer, loop, kind, feeds), feeds
+
+    def _tell_of_empty(self, kind: str, num_loaders: int, dataloader_idx: int) -> None:
+        """Warns, once per loader, that an evaluation loader gave no batch; before the hooks that may miss its values."""
+        if dataloader_idx in self._told_of_empty or not self.trainer.is_global_zero:
+            return
+        self._told_of_empty.add(dataloader_idx)
+        _LOG.warning(
+            "%s loader%s gave no batch, so it has no values; check the data set and the batch size (an iterator is used up after "
+            "one pass: give a loader that can be iterated again)",
+            kind,
+            f" {dataloader_idx + 1} of {num_loaders}" if num_loaders > 1 else "",
+        )
 
     def evaluate(self, *, verbose: bool = False, keep: bool = False, chosen: bool = False) -> Any:
         """Runs ``validate``, ``test`` or ``predict`` and returns its result; ``chosen``: the user did not name the checkpoint."""

@@ -94,7 +94,7 @@ class Update:
         self.overflow_policy: OverflowPolicy | None = None
         step_results = precision.verdicts
         if step_results is None:
-            parts.metrics.sinks.append(LossWatch())  # nothing checks losses on the device
+            parts.metrics.watch = LossWatch()  # nothing checks losses on the device
         else:
             self.overflow_policy = OverflowPolicy(step_results, self.schedules, parts.state, parts.strategy)
         # If steps may be skipped, the overflow policy advances the schedules instead, by the applied steps.

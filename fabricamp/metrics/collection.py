@@ -34,7 +34,7 @@ from fabricamp.metrics.values import (
 from fabricamp.state import RunningStage, Scope
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
 
     from fabricamp._utils.types import StateDict
     from fabricamp.metrics.slots import Cell, Published
@@ -72,6 +72,8 @@ class Metrics(Recording):
         self.progress_bar_metrics: dict[str, float] = {}
         self._taken: dict[str, list[int]] = {}  # by key, the schedules that have stepped by its present value
         self.sinks: list[Callable[[dict[str, float], int], None]] = []
+        self.watch: Callable[[str, float, int], None] | None = None
+        """Called on rank 0 with the name of each value that the host has read, the value and the number of steps done by then."""
         self._callback_view = View()
         self._logged_view = View()
         self._over = False
@@ -132,7 +134,7 @@ class Metrics(Recording):
         merged = self._merged(rows)
         for one in merged:
             if one.published.per_step and one.reduced is not None:
-                self._publish_to_callbacks(one.published, one.reduced, seen=one.seen)
+                self._publish_to_callbacks(one.published, one.reduced, step, seen=one.seen)
         self._publish(self._own_steps(merged), step)
 
     def _own_steps(self, merged: Sequence[exchange.Merged]) -> list[tuple[Published, float]]:
@@ -148,12 +150,17 @@ class Metrics(Recording):
                 values.append((published, own.total))
         return values
 
-    def _publish_to_callbacks(self, published: Published, value: float, *, seen: bool) -> None:
+    def _publish_to_callbacks(self, published: Published, value: float, step: int, *, seen: bool) -> None:
+        self._look_at(published, value, step)
         rounded = self._dtypes.rounded(published.key, value)
         for key in (published.key, published.plain_key):
             self.reduced[key] = rounded
             if not seen:
                 self._taken.pop(key, None)
+
+    def _look_at(self, published: Published, value: float, step: int) -> None:
+        if self.watch is not None and self._strategy.rank == 0:
+            self.watch(published.plain_key, value, step)
 
     def take_new(self, key: str, schedule: int) -> Any:
         """Returns the value of :meth:`monitored`; None if there is none, or if ``schedule`` has taken it before.
@@ -191,7 +198,10 @@ class Metrics(Recording):
 
         On a GPU, step values lag by one or two calls; at an epoch's end all values are exact.
         """
-        latest = self._progress_snapshot.latest(self.table(MetricTable.TRAINING))
+        latest = {}
+        for published, value in self._progress_snapshot.latest(self.table(MetricTable.TRAINING)).items():
+            self._look_at(published, value, self._state.global_step)
+            latest[published.key] = value
         # At an epoch's end the last step's values are older than the epoch's.
         if self._user_call.scope in (Scope.NOWHERE, Scope.TRAIN_EPOCH):
             latest = {key: value for key, value in latest.items() if key not in self._shown_for_epoch}
@@ -242,7 +252,7 @@ class Metrics(Recording):
         merged = self._merged(self._gather(table, step))
         for one in merged:
             if one.published.per_step and one.reduced is not None:
-                self._publish_to_callbacks(one.published, one.reduced, seen=one.seen)
+                self._publish_to_callbacks(one.published, one.reduced, step, seen=one.seen)
         table.mark_seen()
         self.logged.update(_for_loggers(self._own_steps(merged)))
 
@@ -324,7 +334,7 @@ class Metrics(Recording):
             for published, value in own:
                 # An evaluation's step value beside an epoch value is for loggers: callbacks keep the training step's of this name.
                 if training or not published.per_step or published.key == published.plain_key:
-                    self._publish_to_callbacks(published, value, seen=one.seen)
+                    self._publish_to_callbacks(published, value, step, seen=one.seen)
         table.mark_reduced()
         # Training step values are published by flushes.
         if training:
@@ -504,10 +514,10 @@ class ProgressSnapshot:
     """This rank's own ``prog_bar`` step values between two flushes, as of the last copy that has arrived; it never waits."""
 
     def __init__(self) -> None:
-        self.values: dict[str, float] = {}
+        self.values: dict[Published, float] = {}
         self._in_flight: exchange.Snapshot | None = None
 
-    def latest(self, table: MetricTable) -> dict[str, float]:
+    def latest(self, table: MetricTable) -> dict[Published, float]:
         """Returns the values of ``table`` that have arrived, and starts the next copy; on the CPU a copy arrives at once."""
         if self._in_flight is None or self._arrives(self._in_flight):
             self._in_flight = exchange.take_own(table, 0)
@@ -515,15 +525,14 @@ class ProgressSnapshot:
                 self._arrives(self._in_flight)
         return self.values
 
-    def forget(self, keys: Iterable[str]) -> None:
+    def forget(self, keys: Container[str]) -> None:
         """Drops the values of ``keys``, because newer ones were published."""
-        for key in keys:
-            self.values.pop(key, None)
+        self.values = {published: value for published, value in self.values.items() if published.key not in keys}
 
     def _arrives(self, snapshot: exchange.Snapshot) -> bool:
         if snapshot.event is not None and not snapshot.event.query():
             return False
         for published, own in exchange.read_own(snapshot).contributions():
             if published.prog_bar and published.per_step and own.weight:
-                self.values[published.key] = own.total
+                self.values[published] = own.total
         return True

@@ -175,6 +175,11 @@ class LossScaler:
         minimum, maximum = self._limits
         return minimum < maximum
 
+    @property
+    def is_lowest(self) -> bool:
+        """Whether the scale in the last status that was read cannot fall any further."""
+        return self.known.scale <= self._floor
+
     def closing(self) -> ops.ScaleRule:
         """Returns the rule for an optimizer step that also finishes the training step; :meth:`launch_close` then does nothing.
 

@@ -19,7 +19,7 @@ from fabricamp.precision.nonfinite_tracker import overflow_message
 from fabricamp.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -61,6 +61,11 @@ class StepResults:
     def scale(self) -> float:
         """The loss scale in the last status that the host has read; does not wait."""
         return self.scaler.known.scale
+
+    @property
+    def at_lowest_scale(self) -> bool:
+        """Whether the loss scale in the last status that the host has read is the lowest allowed one; does not wait."""
+        return self.scaler.is_lowest
 
     @property
     def applied_steps(self) -> int:
@@ -221,7 +226,7 @@ class StepResults:
 
 
 class LossWatch:
-    """Receives logged values and warns once per loss if it is not finite; used if nothing checks the gradients.
+    """Warns once per loss if a logged value that the host has read is not finite; used if nothing checks the gradients.
 
     A logged value counts as a loss if its name contains "loss".
     """
@@ -229,14 +234,13 @@ class LossWatch:
     def __init__(self) -> None:
         self._warned: set[str] = set()
 
-    def __call__(self, values: Mapping[str, float], step: int) -> None:
-        """Checks the values of a flush."""
-        for name, value in values.items():
-            if math.isfinite(value) or "loss" not in name.lower() or name in self._warned:
-                continue
-            self._warned.add(name)
-            logger.warning(
-                "%s is %g at step %d, and training continues; Trainer(nan_policy='stop') or 'raise' ends it at the first "
-                "gradient that is not finite, keeps the weights from before and names the parameter",
-                name, value, step,
-            )  # fmt: skip
+    def __call__(self, name: str, value: float, step: int) -> None:
+        """Checks a value that was read when ``step`` steps were done."""
+        if math.isfinite(value) or "loss" not in name.lower() or name in self._warned:
+            return
+        self._warned.add(name)
+        logger.warning(
+            "%s is %g at step %d, and training continues; Trainer(nan_policy='stop') or 'raise' ends it at the first "
+            "gradient that is not finite, keeps the weights from before and names the parameter",
+            name, value, step,
+        )  # fmt: skip

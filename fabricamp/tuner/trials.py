@@ -65,6 +65,7 @@ def train(
         settings.check_val_every_n_epoch = 1
         settings.cuda_graph = settings.cuda_graph and settings.cuda_graph.one_by_one()  # the host checks each step
         loop = session.fit_loop()
+        session.metrics.watch = None  # a search for a learning rate goes on until the loss is lost
         completed = within(loop.run)
         if not session.agreement.came_late() and completed:
             loop.end()

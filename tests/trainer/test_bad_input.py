@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fabricamp import CheckpointError, ConfigError, DataModule, TrainingModule
+from fabricamp.callbacks import EarlyStopping
 from tests.small import Classifier, data, loader, quiet_trainer
 
 
@@ -138,6 +141,24 @@ def test_nothing_to_train_on(empty):
 def test_an_iterable_without_a_batch():
     with pytest.raises(ConfigError, match="gave no batch"):
         fit(Classifier(), DataLoader(Nothing(), 4))
+
+
+def test_an_evaluation_loader_without_a_batch_is_told_once(caplog):
+    with caplog.at_level(logging.WARNING, "fabricamp"):
+        trainer = quiet_trainer(max_epochs=2)
+        trainer.fit(Classifier(), loader(8), [loader(8), DataLoader(Nothing(), 4)])
+        assert trainer.test(Classifier(), DataLoader(Nothing(), 4), verbose=False) == [{}]
+    cure = "gave no batch, so it has no values; check the data set and the batch size"
+    of_fit, of_test = caplog.messages
+    assert of_fit.startswith(f"validation loader 2 of 2 {cure}")
+    assert of_test.startswith(f"test loader {cure}")
+
+
+def test_an_empty_validation_is_told_before_a_monitor_misses_its_value(caplog):
+    trainer = quiet_trainer(max_epochs=1, num_sanity_val_steps=0, callbacks=[EarlyStopping("val_loss")])
+    with caplog.at_level(logging.WARNING, "fabricamp"), pytest.raises(ConfigError, match="val_loss"):
+        trainer.fit(Classifier(), loader(8), DataLoader(Nothing(), 4))
+    assert caplog.messages[0].startswith("validation loader gave no batch")
 
 
 def test_nothing_to_test_on():

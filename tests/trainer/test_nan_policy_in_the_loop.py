@@ -15,6 +15,7 @@ from fabricamp.callbacks import AmpState, ModelCheckpoint
 from fabricamp.errors import ConfigError
 from fabricamp.optimizers import FusedAdam
 from fabricamp.state import NON_FINITE
+from fabricamp.tuner import Tuner
 from tests.distributed.forked import start_forked
 from tests.distributed.scripts import finish
 from tests.small import Classifier, loader, quiet_trainer
@@ -339,10 +340,7 @@ def test_without_a_policy_a_logged_loss_is_looked_at_once(caplog):
     with caplog.at_level(logging.WARNING, "fabricamp"):
         quiet_trainer(max_epochs=2, log_every_n_steps=2).fit(LossIsNan(), loader(32))
     told = [record.getMessage() for record in caplog.records if "nan_policy" in record.getMessage()]
-    assert [message.split()[:5] for message in told] == [
-        ["train_loss_step", "is", "nan", "at", "step"],
-        ["train_loss_epoch", "is", "nan", "at", "step"],
-    ]
+    assert [message.split()[:5] for message in told] == [["train_loss", "is", "nan", "at", "step"]]
     caplog.clear()
     quiet_trainer(max_epochs=2, log_every_n_steps=2, nan_policy="skip").fit(LossIsNan(), loader(32))
     assert "train_loss" not in caplog.text
@@ -360,3 +358,81 @@ def test_wrong_ones_are_refused():
 
     with pytest.raises(ConfigError, match="LBFGS.*nan_policy"):
         quiet_trainer(nan_policy="stop", max_epochs=1).fit(Lbfgs(), loader(32))
+
+
+class Lost(Classifier):
+    """Has a loss of nan from step ``first`` on, which it logs with ``options``."""
+
+    def __init__(self, first=0, **options):
+        super().__init__()
+        self.first, self.options = first, options
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).mean()
+        if self.trainer.global_step >= self.first:
+            loss = loss * torch.nan
+        self.log("my/loss", loss, **self.options)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        """Logs nothing."""
+
+
+NOT_FINITE = "my/loss is nan at step {}, and training continues"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prog_bar": True}, {"logger": False}, {"on_epoch": True}, {"on_step": False, "on_epoch": True}],
+    ids="-".join,
+)
+@pytest.mark.parametrize("every", [50, 1], ids=["no flush", "each step"])
+def test_a_loss_that_is_lost_is_told_once_in_a_run_of_any_length(options, every, caplog):
+    with caplog.at_level(logging.WARNING, "fabricamp"):
+        quiet_trainer(max_epochs=3, log_every_n_steps=every).fit(Lost(**options), loader(16))
+    (told,) = caplog.messages
+    step = 1 if every == 1 and options.get("on_step", True) else 4
+    assert told.startswith(NOT_FINITE.format(step))
+
+
+def test_the_bar_tells_of_a_loss_as_soon_as_it_shows_it(caplog):
+    module = Lost(first=2, prog_bar=True, logger=False)
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            shown = trainer.progress_bar_metrics["my/loss"]
+            told = NOT_FINITE.format(3) in caplog.text
+            assert told == (batch_idx >= 2) == (shown != shown)
+
+    with caplog.at_level(logging.WARNING, "fabricamp"):
+        quiet_trainer(max_epochs=1, callbacks=[Looks()]).fit(module, loader(32))
+    assert len(caplog.messages) == 1
+
+
+def test_a_validation_in_an_epoch_tells_of_a_loss_that_no_flush_has_taken(caplog):
+    with caplog.at_level(logging.WARNING, "fabricamp"):
+        quiet_trainer(max_epochs=1, val_check_interval=0.5).fit(Lost(), loader(32), loader(4))
+    assert caplog.messages[0].startswith(NOT_FINITE.format(4))
+    assert len(caplog.messages) == 1
+
+
+def test_a_search_for_a_learning_rate_may_lose_the_loss_in_silence(caplog):
+    with caplog.at_level(logging.WARNING, "fabricamp"):
+        trainer = quiet_trainer(max_epochs=1, log_every_n_steps=1)
+        Tuner(trainer).lr_find(
+            Lost(first=20), loader(200), num_training=30, early_stop_threshold=None, update_attr=False
+        )
+    assert "is nan" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("lowest", "says"), [(2.0**8, "its lowest: look for what is too large"), (1.0, "find its value")]
+)
+def test_a_scale_that_cannot_fall_is_not_said_to_be_sought(lowest, says, caplog):
+    level = OptLevel("O2", min_loss_scale=lowest, max_loss_scale=2.0**8)
+    with caplog.at_level(logging.WARNING, "fabricamp"):
+        quiet_trainer(precision=level, max_epochs=1, callbacks=[Spoils(2)]).fit(Task(), loader(32))
+    (told,) = caplog.messages
+    assert told.startswith("1 step was skipped: gradients were not finite (1 in all; the loss scale is ")
+    assert says in told
+    assert ("find its value" in told) == (lowest == 1.0)
