@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fabricamp.ops.shards import is_shard, whole
+from fabricamp.ops.shards import norm_of
 
 BINS = 64
 
@@ -25,10 +25,7 @@ class Histogram(NamedTuple):
 
 def norms_of(gradients: Mapping[str, Tensor], order: float) -> tuple[dict[str, Tensor], Tensor | None]:
     """Returns the norm of each gradient, and the total norm (None without gradients)."""
-    norms = {}
-    for name, gradient in gradients.items():
-        norm = torch.linalg.vector_norm(_values(gradient), order)
-        norms[name] = whole(norm) if is_shard(norm) else norm  # over all shards
+    norms = {name: norm_of(_values(gradient), order) for name, gradient in gradients.items()}
     if not norms:
         return {}, None
     device = next(iter(norms.values())).device

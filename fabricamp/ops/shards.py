@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from fabricamp.ops.extremes import INTEGERS, all_reduce_extreme
 from fabricamp.ops.layouts import addresses
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from fabricamp.ops.table import Table
 
 _WHOLE: Final = frozenset({Tensor, Parameter})
+_EXTREMES: Final = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 def is_shard(value: object) -> bool:
@@ -64,11 +67,46 @@ def whole(tensor: Any) -> Tensor:
     gathered = tensor.to(device_of(tensor))
     placements = list(tensor.placements)
     for dimension, placement in enumerate(tensor.placements):
-        if not placement.is_replicate():
-            placements[dimension] = Replicate()
+        if placement.is_replicate():
+            continue
+        placements[dimension] = Replicate()
+        if gathered.is_floating_point() and getattr(placement, "reduce_op", "") in _EXTREMES:
+            gathered = _with_extremes(gathered, dimension, placements)
+        else:
             gathered = gathered.redistribute(placements=placements)
     full: Tensor = gathered.to_local()
     return full
+
+
+def _with_extremes(tensor: Any, dimension: int, placements: Sequence[Any]) -> Any:
+    """Returns ``tensor`` with ``placements``, its largest or smallest values over a dimension of the mesh; keeps nan."""
+    from torch.distributed.tensor import DTensor
+
+    mesh = tensor.device_mesh
+    operation = _EXTREMES[tensor.placements[dimension].reduce_op]
+    reduced = all_reduce_extreme(tensor.to_local(), operation, mesh.get_group(dimension))
+    return DTensor.from_local(reduced, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def norm_of(tensor: Tensor, order: float) -> Tensor:
+    """Returns the norm of the full tensor, where it lies; a collective of all ranks if ``tensor`` is sharded."""
+    if is_shard(tensor) and math.isinf(order):
+        return whole(_extreme_of(tensor, order))
+    norm: Tensor = torch.linalg.vector_norm(tensor, order)
+    return whole(norm) if is_shard(norm) else norm
+
+
+def _extreme_of(tensor: Any, order: float) -> Any:
+    """Returns the norm of order inf or -inf of a sharded ``tensor``, still to be reduced over the mesh."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    part, over = tensor.to_local(), Partial("max" if order > 0 else "min")
+    if part.numel() > 0:
+        norm = torch.linalg.vector_norm(part, order)
+    else:  # torch has no such norm without elements
+        norm = part.abs().new_full((), 0.0 if order > 0 else math.inf)
+    placements = [placement if placement.is_replicate() else over for placement in tensor.placements]
+    return DTensor.from_local(norm, tensor.device_mesh, placements, run_check=False)
 
 
 def local_gradient(parameter: Any) -> Any:
@@ -145,10 +183,12 @@ class SharedRows:
         return self.reduce_(parts.square()).sqrt_()
 
     def largest(self, parts: Tensor) -> Tensor:
-        """Returns the largest values of full rows, from those of this rank's shards (``parts``, not negative); keeps nan."""
-        is_nan = parts.isnan()
-        nans = self.reduce_(torch.where(is_nan, parts, 0.0))  # a reduction by MAX may lose a nan
-        return self.reduce_(parts.masked_fill(is_nan, 0.0), dist.ReduceOp.MAX).add_(nans)
+        """Returns the largest values of full rows, from those of this rank's shards (``parts``, not negative); keeps nan.
+
+        Without a sign, the bits of floats have the order of the floats as integers, in which nan is the largest.
+        """
+        bits = parts.abs().view(INTEGERS[parts.dtype])
+        return self.reduce_(bits, dist.ReduceOp.MAX).view(parts.dtype)
 
     def memory(self, each: int, device: torch.device) -> Tensor:
         """Returns memory for ``each`` fp64 numbers per row, valid until the next call."""

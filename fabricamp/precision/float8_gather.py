@@ -11,7 +11,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fabricamp.errors import ConfigError
@@ -82,7 +81,7 @@ class Float8Gather:
 
         largest = torch.stack(torch._foreach_norm(self._shards, float("inf")))
         if self._ranks is not None:
-            self._ranks.reduce_(largest, dist.ReduceOp.MAX)
+            largest = self._ranks.largest(largest.float())
         # The largest of rounded values is the largest value, rounded.
         self._scales.copy_(amax_to_scale(largest.to(dtype), float8).unsqueeze(1))
         self._is_known = True

@@ -279,7 +279,7 @@ class Strategy(LightningNames, NamesKeywords):
     def reduce(self, value: Tensor, reduce_op: str = "mean") -> Tensor:
         """Returns ``value`` reduced over the ranks by ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``, detached.
 
-        Integers stay exact: their sum is int64, their mean float64.
+        Integers stay exact: their sum is int64, their mean float64.  A nan of any rank is the result of every ``reduce_op``.
         """
         check_reduction(reduce_op, value)
         integral = not (value.is_floating_point() or value.is_complex())

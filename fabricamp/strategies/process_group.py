@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fabricamp.errors import ConfigError, DistributedError
+from fabricamp.ops.extremes import all_reduce_extreme
 from fabricamp.strategies.base import Environment, Strategy, check_reduction
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
 from fabricamp.strategies.rendezvous_store import store_of
@@ -27,12 +28,7 @@ from fabricamp.torch_private import HashStore, PrefixStore, Store, default_store
 
 Value = TypeVar("Value")
 
-_OPERATIONS = {
-    "mean": dist.ReduceOp.SUM,
-    "sum": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
+_EXTREMES = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 # Values of these dtypes (left) are reduced in a wider one (right): Gloo or NCCL cannot reduce the dtype itself, or a sum in it
 # would overflow or lose bits.  uint64 is missing, as int64 does not hold all its values; Gloo raises "Invalid scalar type" for it.
 _WIDENED = {
@@ -117,20 +113,22 @@ class ProcessGroupStrategy(Strategy):
     def reduce(self, value: Tensor, reduce_op: str = "mean") -> Tensor:
         """Returns ``value`` reduced over the ranks by ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``, detached.
 
-        Integers stay exact: their sum is int64, their mean float64.
+        Integers stay exact: their sum is int64, their mean float64.  A nan of any rank is the result of every ``reduce_op``.
         """
         check_reduction(reduce_op, value)
         value = value.detach()
         integral = not (value.is_floating_point() or value.is_complex())
         widened = _WIDENED.get(value.dtype, value.dtype)
-        reduced = value.to(self._exchange_device(value), widened, copy=True).contiguous()
-        dist.all_reduce(reduced, _OPERATIONS[reduce_op])
+        own = value.to(self._exchange_device(value), widened)
+        if reduce_op in _EXTREMES:
+            return all_reduce_extreme(own, _EXTREMES[reduce_op]).to(value.device, value.dtype)
+        reduced = own.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(reduced)
         if reduce_op == "mean":
             if integral:
                 reduced = reduced.double()
             reduced = reduced / self.world_size
-        stays_widened = integral and reduce_op in ("mean", "sum")
-        return reduced.to(value.device, reduced.dtype if stays_widened else value.dtype)
+        return reduced.to(value.device, reduced.dtype if integral else value.dtype)
 
     def _exchange_device(self, value: Tensor) -> torch.device:
         """Returns the device to exchange on: NCCL cannot send host memory."""
