@@ -17,10 +17,10 @@ from fabricamp._utils import lightning_alias
 from fabricamp.arguments.checks import check_kind
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.optimizers.closures import demands_closure
 from fabricamp.optimizers.later_groups import refuse_later_group
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.master_weights import module_parameter
-from fabricamp.precision.torch_updates import demands_closure
 from fabricamp.torch_private import AnyBatchNorm
 
 if TYPE_CHECKING:

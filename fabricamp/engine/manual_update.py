@@ -15,14 +15,9 @@ from fabricamp.engine.update import Update
 from fabricamp.errors import ConfigError
 from fabricamp.gradients.flat import IN_PLACE
 from fabricamp.optimizers import FusedOptimizer
+from fabricamp.optimizers.closures import demands_closure, takes_closure
 from fabricamp.precision.base import Clip
-from fabricamp.precision.torch_updates import (
-    StepClosure,
-    clip_gradients,
-    demands_closure,
-    takes_closure,
-    write_gradients,
-)
+from fabricamp.precision.torch_updates import StepClosure, clip_gradients, write_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

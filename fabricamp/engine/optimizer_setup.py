@@ -13,8 +13,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fabricamp.arguments.checks import check_choice, check_names, check_number
 from fabricamp.errors import ConfigError, OptimizationError
+from fabricamp.optimizers.closures import demands_closure
 from fabricamp.optimizers.refusals import owned_parameters
-from fabricamp.precision.torch_updates import demands_closure, refuse_values_of_complex
+from fabricamp.precision.torch_updates import refuse_values_of_complex
 
 if TYPE_CHECKING:
     from fabricamp._utils.types import Closure, OptimizerFace

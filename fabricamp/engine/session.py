@@ -58,8 +58,8 @@ from fabricamp.metrics import Metrics
 from fabricamp.module import TrainingModule
 from fabricamp.nn.conversion import convert_syncbn_model, revert_syncbn_model
 from fabricamp.ops.peer_memory import check_peers
+from fabricamp.optimizers.closures import demands_closure
 from fabricamp.precision.base import NOT_CONVERTED
-from fabricamp.precision.torch_updates import demands_closure
 from fabricamp.rng import isolate_rng
 from fabricamp.state import RunningStage, TrainerFn
 from fabricamp.watchdog import Watchdog, leave_at_exit

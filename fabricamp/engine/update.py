@@ -29,11 +29,12 @@ from fabricamp.gradients.memory import GradientMemory
 from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
 from fabricamp.ops.tensors import HALF_DTYPES
+from fabricamp.optimizers.closures import takes_closure
 from fabricamp.precision.base import Precision
 from fabricamp.precision.level import OptLevel
 from fabricamp.precision.loss_scaler import pending_in
 from fabricamp.precision.step_results import LossWatch
-from fabricamp.precision.torch_updates import StepClosure, clip_gradients, takes_closure, write_gradients
+from fabricamp.precision.torch_updates import StepClosure, clip_gradients, write_gradients
 from fabricamp.state import Scope
 from fabricamp.strategies.base import Strategy
 

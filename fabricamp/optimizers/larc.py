@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -16,11 +16,14 @@ from fabricamp.errors import ConfigError
 from fabricamp.ops import LarcRule, Steering
 from fabricamp.ops.shards import SharedRows, is_shard, local, local_gradient
 from fabricamp.optimizers.base import FusedOptimizer, from_grad_scaler
+from fabricamp.optimizers.closures import FreeClosure, takes_closure
 from fabricamp.optimizers.refusals import at_least_0, owned_parameters, refuse_rebuild, refuse_unreadable
 from fabricamp.optimizers.rows import DeviceParams, RowsCacheKey, set_scalars
 
 if TYPE_CHECKING:
     from fabricamp._utils.types import Closure, ParamGroup, StateDict
+
+_OF_ONE_UPDATE: Final = "LARC has rewritten the gradients of this step alone; take the optimizer without LARC"
 
 
 class LARC(NamesKeywords, Optimizer):
@@ -86,7 +89,11 @@ class LARC(NamesKeywords, Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
-        """Rewrites the gradients and steps ``optim``; returns what ``closure`` (forward and backward, called once) returned."""
+        """Rewrites the gradients and steps ``optim``; returns what ``closure`` (forward and backward, called once) returned.
+
+        ``optim`` gets a closure that returns the same loss.  Raises :class:`ConfigError` if ``optim`` calls it after it has changed
+        weights or gradients: the gradients of another forward and backward would not be LARC's.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -103,7 +110,10 @@ class LARC(NamesKeywords, Optimizer):
                 self._rule(group).reference(part.of_group(index), own)
         torch.autograd.graph.increment_version([gradient for gradient in gradients if gradient is not None])
         with self._without_weight_decay(), self._overflow_passed_on(state):
-            self.optim.step()
+            if closure is not None and takes_closure(self.optim):
+                self.optim.step(closure=FreeClosure(self.optim, loss, _OF_ONE_UPDATE))
+            else:
+                self.optim.step()
         for part in self._parts or ():
             part.release()
         return loss

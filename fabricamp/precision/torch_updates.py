@@ -6,7 +6,6 @@ Used for optimizers without kernels of the package, and wherever the results hav
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import operator
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from fabricamp import ops
 from fabricamp.errors import ConfigError
 from fabricamp.gradients.flat import Gradients
 from fabricamp.ops.shards import SharedRows, any_shard, local_gradient
+from fabricamp.optimizers.closures import calls_once
 from fabricamp.optimizers.refusals import name_of, owned_parameters
 from fabricamp.precision.master_weights import module_parameter
 
@@ -181,29 +181,6 @@ def _clip_shards(optimizer: Optimizer, parameters: list[Tensor], clip: Clip) -> 
 
 
 # -- closures ----------------------------------------------------------------------------------------------------------------------
-
-
-def demands_closure(optimizer: Optimizer) -> bool:
-    """Returns whether ``optimizer.step`` cannot be called without a closure (LBFGS)."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def takes_closure(optimizer: Optimizer) -> bool:
-    """Returns whether ``optimizer.step`` takes a closure and may do more with it than ask for the loss.
-
-    torch's optimizers and the package's call a closure once, before they read anything (LBFGS demands one).
-    """
-    if calls_once(optimizer):
-        return False
-    parameters = inspect.signature(type(optimizer).step).parameters
-    return "closure" in parameters or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-
-
-def calls_once(optimizer: Optimizer) -> bool:
-    """Returns whether the ``step`` of the optimizer's class is torch's or the package's, and not LBFGS's."""
-    package = getattr(type(optimizer).step, "__module__", "").partition(".")[0]
-    return package in ("torch", "fabricamp") and not demands_closure(optimizer)
 
 
 class StepClosure:

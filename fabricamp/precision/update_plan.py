@@ -55,6 +55,7 @@ from fabricamp.gradients.memory import GradientMemory
 from fabricamp.ops.layouts import elements_of
 from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.optimizers import FusedOptimizer
+from fabricamp.optimizers.closures import demands_closure
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.master_weights import MasterWeights, round_to
 from fabricamp.precision.nonfinite_tracker import GradStatsRecord, NonFiniteTracker
@@ -64,7 +65,6 @@ from fabricamp.precision.torch_updates import (
     StepClosure,
     clip_gradients,
     clip_limits,
-    demands_closure,
     leave_fused,
     may_skip,
     run_unless_overflow,

@@ -170,8 +170,9 @@ def test_a_small_net_learns(level):
 def test_the_face_of_a_precision_is_small():
     """A name is added here on purpose: each is one more that a plug-in has to know."""
     of_a_module = {"convert_module", "convert_input", "forward", "notes", "slowness"}
-    of_an_update = {"setup_optimizers", "gradients", "plan", "backward", "step", "refresh_masters", "take_edits"}
+    of_an_update = {"setup_optimizers", "gradients", "plan", "backward", "step"}
+    of_edits = {"note_restored_weights", "refresh_masters", "take_edits"}
     of_an_update_outside_of_a_graph = {"splits_steps", "prepare_step", "step_prepared"}
     of_a_run = {"name", "check_strategy", "state_dict", "load_state_dict", "verdicts"}
     face = {name for name in dir(Precision) if not name.startswith("_")}
-    assert face == of_a_module | of_an_update | of_an_update_outside_of_a_graph | of_a_run
+    assert face == of_a_module | of_an_update | of_edits | of_an_update_outside_of_a_graph | of_a_run

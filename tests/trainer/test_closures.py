@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fabricamp import Callback, TrainingModule
 from fabricamp.errors import ConfigError
-from fabricamp.optimizers import FusedSGD
+from fabricamp.optimizers import LARC, FusedSGD
+from fabricamp.optimizers.closures import takes_closure
 from fabricamp.precision import OptLevel, Precision
-from fabricamp.precision.torch_updates import takes_closure
 from tests.distributed.ranks import run_ranks
 from tests.pairs import pairs
 from tests.small import quiet_trainer
@@ -376,6 +376,31 @@ def test_who_gets_a_closure():
     ]
     assert list(map(takes_closure, others)) == [False] * 5
     quiet_trainer(max_steps=1).fit(Net(lambda parameters: WithoutClosure(parameters, lr=0.1)), batches())
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_larc_hands_its_closure_on(level):
+    """An optimizer within LARC gets the loss and its rewritten gradients, and no other pass."""
+
+    def trained(kind):
+        net = Net(lambda parameters: LARC(kind(parameters, lr=0.1)))
+        quiet_trainer(max_epochs=1, precision=level).fit(net, batches())
+        return net
+
+    assert equal(trained(own_class("SGD")), trained(torch.optim.SGD))
+    for kind in (SAM, LineSearch):
+        with pytest.raises(ConfigError, match=f"{kind.__name__}.step calls its closure after .* without LARC"):
+            trained(kind)
+        net = Net(lambda parameters, kind=kind: LARC(kind(parameters, lr=0.1)))
+        optimizer = net.configure_optimizers()
+
+        def closure(net=net):
+            loss = net.training_step(next(iter(batches())), 0)
+            loss.backward()
+            return loss
+
+        with pytest.raises(ConfigError, match="without LARC"):
+            optimizer.step(closure)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------------------

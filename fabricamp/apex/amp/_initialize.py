@@ -25,9 +25,9 @@ from fabricamp.apex.amp.scaler import LossScaler
 from fabricamp.errors import ConfigError
 from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.optimizers import FusedOptimizer
+from fabricamp.optimizers.closures import demands_closure
 from fabricamp.precision.casting import bounded, check_autocast, check_full_weights, convert, own_tensors
 from fabricamp.precision.opt_levels import Level
-from fabricamp.precision.torch_updates import demands_closure
 
 
 class AmpTypeError(ConfigError, TypeError):

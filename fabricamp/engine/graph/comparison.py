@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fabricamp.engine.graph.host_effects import Generators, MetricCopies, MetricStates
     from fabricamp.engine.update import LossWeights
     from fabricamp.gradients.memory import GradientMemory, Presence
+    from fabricamp.precision.base import Precision
     from fabricamp.precision.step_results import StepResults
 
 REPEATED_STEPS: Final = 8
@@ -70,7 +71,7 @@ class ComparedState:
         self,
         module: nn.Module,
         optimizer: Optimizer,
-        verdicts: StepResults | None,
+        precision: Precision,
         device: torch.device,
         metric_states: MetricStates,
         generators: Generators,
@@ -80,7 +81,7 @@ class ComparedState:
         accumulates: bool = False,
         handed: Sequence[Tensor] = (),
     ) -> None:
-        tensors = dict(_named_tensors(module, optimizer, verdicts))
+        tensors = dict(_named_tensors(module, optimizer, precision.verdicts))
         if weights is not None:
             tensors["the weight of the losses"] = weights.total
             tensors["the mean weight of the losses"] = weights.reference
@@ -89,6 +90,7 @@ class ComparedState:
         parts = {name: local(tensor) for name, tensor in tensors.items()}
         self._tensors = {name: part for name, part in parts.items() if part.device == device}
         self._parameters = list(dict.fromkeys([*(module.parameters() if accumulates else ()), *handed]))
+        self._precision = precision
         self._memory = memory
         self._metric_states = metric_states
         self._generators = generators
@@ -129,6 +131,8 @@ class ComparedState:
         """Restores the state from ``copies``."""
         for name, tensor in self._tensors.items():
             tensor.copy_(copies.tensors[name])
+        # Masters were written with their weights: taken for an edit, they would be rounded again, within the graphs' memory.
+        self._precision.note_restored_weights()
         for parameter, gradient, values in copies.gradients:
             parameter.grad = gradient
             if gradient is not None and values is not None:

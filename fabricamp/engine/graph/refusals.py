@@ -16,7 +16,8 @@ from fabricamp.errors import ConfigError
 from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
 from fabricamp.optimizers import LARC, FusedOptimizer
-from fabricamp.precision.torch_updates import demands_closure, reads_found_inf
+from fabricamp.optimizers.closures import demands_closure
+from fabricamp.precision.torch_updates import reads_found_inf
 from fabricamp.torch_private import global_optimizer_post_hooks, global_optimizer_pre_hooks
 
 if TYPE_CHECKING:

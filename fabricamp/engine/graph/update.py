@@ -469,6 +469,7 @@ class GraphUpdate(Update):
         step.handed = self._handed
         step.handed_loss = self._handed_loss
         self._handed = []
+        self._handed_loss = None
         step.loss = None if self.loss is None else self.loss.detach()
         verdicts = parts.precision.verdicts
         if role.closes and verdicts is not None:
@@ -602,7 +603,7 @@ class GraphUpdate(Update):
         state = ComparedState(
             parts.module,
             optimizer,
-            parts.precision.verdicts,
+            parts.precision,
             self._stream.device,
             step.metric_states,
             step.generators,
@@ -632,20 +633,15 @@ class GraphUpdate(Update):
         loss = self.loss
         muted = parts.metrics.muted
         parts.metrics.muted = True
-
-        def eager_from_before() -> Output:
-            # Masters were written with the weights: taken for an edit, they would be rounded within the graphs' memory.
-            parts.precision.note_restored_weights()
-            return eager()
-
         try:
             with self._in_pool(key[1]):
-                difference = compare(state, before, eager_from_before, self._consensus.all)
+                difference = compare(state, before, eager, self._consensus.all)
         finally:
-            parts.precision.note_restored_weights()
             parts.metrics.muted = muted
             self.loss = loss
-            self._handed = []  # those of the eager steps
+            # Those of the eager steps.
+            self._handed = []
+            self._handed_loss = None
         if not difference:
             step.show_gradients()
             return None
