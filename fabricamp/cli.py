@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.errors import CheckpointError, ConfigError, FabricampError, nearest
+from fabricamp.messages import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -469,7 +470,8 @@ def _explain(error: FabricampError) -> int:
     with explained_without_traceback(_CODES):
         record_failure(error)
     if not _started():
-        print(f"fabricamp: {error}", file=sys.stderr)
+        lines = map(printable, str(error).split("\n"))  # a name in it may be a stranger's
+        print("fabricamp: " + "\n".join(lines), file=sys.stderr)
     return next(code for kind, code in _CODES.items() if isinstance(error, kind))
 
 

@@ -49,6 +49,17 @@ def _broken(line: str, width: int) -> str:
     return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
+def printable(text: str) -> str:
+    r"""Returns ``text`` with control characters and line breaks as escapes, so that a terminal shows them and does nothing else.
+
+    >>> printable("a\x1b[31m")
+    'a\\x1b[31m'
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+
+
 def is_terminal(stream: TextIO | None) -> bool:
     """Returns whether ``stream`` is a terminal; a service has none at all, and a program's own object may not know."""
     try:

@@ -1,4 +1,7 @@
-"""``run.json`` in a run's folder: the run's command, settings and machine, and how it ended."""
+"""``run.json`` in a run's folder: the run's command, settings and machine, and how it ended.
+
+An evaluation writes its own, smaller file: ``run_test.json`` and so on.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,18 @@ from fabricamp.engine import environment_info
 from fabricamp.engine.ckpt_path import model_checkpoints
 from fabricamp.engine.logger_setup import kept_of
 from fabricamp.loggers.run_folder import folder_of
+from fabricamp.state import TrainerFn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from fabricamp._utils.types import StateDict
     from fabricamp.engine.session import Session
     from fabricamp.trainer import Trainer
 
 NAME = "run.json"
+EVALUATIONS = {fn.value: f"run_{fn}.json" for fn in TrainerFn if fn is not TrainerFn.FITTING}
+"""The file of an evaluation by its function: ``validate``, ``test`` or ``predict``."""
 _LOG = logging.getLogger("fabricamp")
 
 
@@ -39,10 +45,7 @@ def recorded(session: Session) -> Iterator[None]:
 
     Only on rank 0, and only if a logger has a folder.
     """
-    trainer = session.trainer
-    folder = None
-    if trainer.is_global_zero and not trainer.fast_dev_run:
-        folder = next(iter(_log_folders(trainer)), None)
+    folder = _folder_to_record_in(session.trainer)
     if folder is None:
         yield
         return
@@ -67,6 +70,25 @@ def recorded(session: Session) -> Iterator[None]:
                 _write(session, folder, {**content, **_end(session, error)})
 
 
+def recorded_evaluation(session: Session, options: Mapping[str, bool]) -> Any:
+    """Runs ``session.evaluate`` and returns its result; writes how it ended, if it has a log folder: it makes none."""
+    started = _now()
+    result: Any = None
+    error: BaseException | None = None
+    try:
+        result = session.evaluate(**options)
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        with _never_an_error():
+            folder = _folder_to_record_in(session.trainer)
+            if folder is not None and folder.is_dir():
+                content = _evaluation(session, folder, result, error)
+                _write(session, folder, {"started": started, **content}, EVALUATIONS[session.fn])
+    return result
+
+
 def process_start(pid: int) -> str:
     """Returns when a process of this machine started, as the kernel writes it (clock ticks since boot); empty if there is none."""
     try:
@@ -83,15 +105,27 @@ def _never_an_error() -> Iterator[None]:
         _LOG.warning("%s is not written: %s", NAME, error)
 
 
+def _folder_to_record_in(trainer: Trainer) -> Path | None:
+    """Returns the first logger's folder on rank 0, otherwise None."""
+    if not trainer.is_global_zero or trainer.fast_dev_run:
+        return None
+    return next(iter(_log_folders(trainer)), None)
+
+
 def _log_folders(trainer: Trainer) -> list[Path]:
     return list(dict.fromkeys(Path(folder) for one in trainer.loggers if (folder := folder_of(one))))
 
 
-def _write(session: Session, folder: Path, content: StateDict) -> None:
+def _others(trainer: Trainer, folder: Path) -> list[str]:
+    """Returns the other loggers' folders, as seen from the first one's."""
+    return [os.path.relpath(one, folder) for one in _log_folders(trainer) if one != folder]
+
+
+def _write(session: Session, folder: Path, content: StateDict, name: str = NAME) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     private = any(logger.private for logger in session.trainer.loggers)
     text = json.dumps(_as_json(content), indent=1, ensure_ascii=False, allow_nan=False)
-    replace_text(folder / NAME, text + "\n", private=private)
+    replace_text(folder / name, text + "\n", private=private)
 
 
 def _beginning(session: Session, folder: Path) -> StateDict:
@@ -106,7 +140,7 @@ def _beginning(session: Session, folder: Path) -> StateDict:
         "started": _now(),
         "command": masked(sys.orig_argv),
         "folder": str(Path.cwd()),
-        "other_log_folders": [os.path.relpath(one, folder) for one in _log_folders(trainer) if one != folder],
+        "other_log_folders": _others(trainer, folder),
         "process": {"host": socket.gethostname(), "pid": os.getpid(), "start": process_start(os.getpid())},
         "first_step": trainer.state.global_step,
         "ckpt_path": hidden(trainer.ckpt_path),
@@ -132,18 +166,7 @@ def _beginning(session: Session, folder: Path) -> StateDict:
 
 def _end(session: Session, error: BaseException | None) -> StateDict:
     state = session.trainer.state
-    interruption = state.stop_request.interruption
-    if session.agreement.abandoned and not interruption:
-        interruption = session.agreement.reason
-    if interruption or isinstance(error, KeyboardInterrupt):
-        status = "interrupted"
-        reason = interruption or "interrupted"
-    elif error is not None:
-        status = "failed"
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    else:
-        status = "finished"
-        reason = session.run_summary.reason()
+    status, reason = _status(session, error)
     best = {
         callback.monitor: float(callback.best_model_score)
         for callback in model_checkpoints(session.trainer)
@@ -151,12 +174,48 @@ def _end(session: Session, error: BaseException | None) -> StateDict:
     }
     return {
         "status": status,
-        "reason": reason,
+        "reason": reason or session.run_summary.reason(),
         "ended": _now(),
         "step": state.global_step,
         "epoch": state.epoch,
         "best": best,
     }
+
+
+def _evaluation(session: Session, folder: Path, result: Any, error: BaseException | None) -> StateDict:
+    ckpt_path = session.trainer.ckpt_path
+    run = None if ckpt_path is None else _run_of(Path(ckpt_path))
+    status, reason = _status(session, error)
+    metrics = [] if session.fn is TrainerFn.PREDICTING else result or []
+    return {
+        "fn": session.fn.value,
+        "status": status,
+        "reason": reason,
+        "ended": _now(),
+        "command": masked(sys.orig_argv),
+        "folder": str(Path.cwd()),
+        "other_log_folders": _others(session.trainer, folder),
+        "ckpt_path": hidden(ckpt_path),
+        "run": None if run is None else os.path.relpath(run, folder),
+        "metrics": {name: value for of_loader in metrics for name, value in of_loader.items()},
+    }
+
+
+def _run_of(checkpoint: Path) -> Path | None:
+    """Returns the folder of the run that wrote a checkpoint: the first above it that has a ``run.json``."""
+    return next((folder for folder in checkpoint.absolute().parents if (folder / NAME).is_file()), None)
+
+
+def _status(session: Session, error: BaseException | None) -> tuple[str, str]:
+    """Returns the status and its reason; no reason if the function came to its end."""
+    interruption = session.trainer.state.stop_request.interruption
+    if session.agreement.abandoned and not interruption:
+        interruption = session.agreement.reason
+    if interruption or isinstance(error, KeyboardInterrupt):
+        return "interrupted", interruption or "interrupted"
+    if error is not None:
+        return "failed", f"{type(error).__name__}: {error}".splitlines()[0]
+    return "finished", ""
 
 
 def _now() -> str:

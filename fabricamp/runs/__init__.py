@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def plot(
     runs: Sequence[str | Path], *, out: str | Path | None = None, metrics: Sequence[str] = (), smooth: float = 0.6
 ) -> None:
-    """Draws the logs of runs over each other in the terminal, and into the file ``out``, if given.
+    """Draws the logs of runs over each other in the terminal, or as a picture in a notebook, and into the file ``out``, if given.
 
     Panels: loss of training and of validation, what the runs' ModelCheckpoints monitor, learning rate, loss scale with the skipped
     steps marked, gradient norm and throughput, as far as they were logged.  If no throughput was logged, steps per second are
@@ -20,7 +20,8 @@ def plot(
 
     Args:
         runs: folders of runs, or the event, CSV or JSON files in them.
-        out: a .png, .svg or .pdf file; needs matplotlib (``pip install "fabricamp[plot]"``).
+        out: a .png, .svg or .pdf file; needs matplotlib (``pip install "fabricamp[plot]"``), as a notebook's picture does: without
+            it a notebook shows text.
         metrics: names to draw in place of these panels.
         smooth: weight of the previous mean at each value, 0 to below 1; raw values are drawn too.
 
@@ -30,7 +31,9 @@ def plot(
     Example:
         >>> plot(["runs/digits/version_0", "runs/digits/version_1"], out="both.png")  # doctest: +SKIP
     """
-    from fabricamp.runs.image import check_out, save
+    from rich.console import Console
+
+    from fabricamp.runs.image import check_out, in_notebook, save
     from fabricamp.runs.panels import choose
     from fabricamp.runs.reading import read_runs
     from fabricamp.runs.text import show
@@ -38,6 +41,8 @@ def plot(
     if out is not None:
         check_out(out)
     panels = choose(read_runs(runs), metrics, smooth)
-    show(panels)
+    console = Console(highlight=False)
+    if not (console.is_jupyter and in_notebook(panels)):
+        show(panels, console)
     if out is not None:
         save(panels, out)

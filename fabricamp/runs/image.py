@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from fabricamp.runs.panels import Line, Panel
 
 FORMATS = (".png", ".svg", ".pdf")
+_NOTEBOOK_DPI = 90
+_LARGEST = 1e300
 
 
 def check_out(out: str | Path) -> Path:
@@ -34,6 +38,22 @@ def check_out(out: str | Path) -> Path:
 def save(panels: Sequence[Panel], out: str | Path) -> None:
     """Writes the panels, one below the other, to a .png, .svg or .pdf file."""
     path = check_out(out)
+    _write(_figure(panels), path)
+
+
+def in_notebook(panels: Sequence[Panel]) -> bool:
+    """Shows the panels as one picture in a notebook; returns False if there is no matplotlib to draw them."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    from IPython.display import Image, display
+
+    picture = io.BytesIO()
+    _figure(panels).savefig(picture, format="png", dpi=2 * _NOTEBOOK_DPI)
+    display(Image(picture.getvalue(), retina=True))
+    return True
+
+
+def _figure(panels: Sequence[Panel]) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1 + 2.2 * len(panels)), layout="constrained")
@@ -45,7 +65,7 @@ def save(panels: Sequence[Panel], out: str | Path) -> None:
     # A single run has a legend too: the file is kept longer than the command that named the run's folder.
     handles = {line.get_label(): line for axes in rows for line in axes.get_lines() if line.get_label() in runs}
     figure.legend(handles.values(), handles.keys(), loc="outside upper left")
-    _write(figure, path)
+    return figure
 
 
 def save_bars(breakdowns: Sequence[Breakdown], out: str | Path) -> None:
@@ -88,11 +108,15 @@ def _draw(axes: Any, panel: Panel, runs: Sequence[str]) -> None:
 
 def _draw_line(axes: Any, line: Line, colour: str) -> None:
     steps = line.curve.steps
-    values = line.curve.values
     marker = "." if len(steps) == 1 else ""
     if line.smoothed:
-        axes.plot(steps, values, color=colour, alpha=0.3, linewidth=0.8)
-    axes.plot(steps, line.smoothed or values, color=colour, label=line.run, marker=marker)
+        axes.plot(steps, _drawable(line.curve.values), color=colour, alpha=0.3, linewidth=0.8)
+    axes.plot(steps, _drawable(line.smoothed or line.curve.values), color=colour, label=line.run, marker=marker)
     if line.skipped:
         bottom = [0.04] * len(line.skipped)
         axes.plot(line.skipped, bottom, "x", color=colour, transform=axes.get_xaxis_transform(), label="skipped steps")
+
+
+def _drawable(values: Sequence[float]) -> list[float]:
+    """Returns the values within what matplotlib can compute axes for; what is not finite stays a gap."""
+    return [max(-_LARGEST, min(value, _LARGEST)) if math.isfinite(value) else value for value in values]

@@ -1,11 +1,18 @@
-"""Prints a table of the runs in a folder: start time, number of steps, best values, and how they ended."""
+"""Prints a table of the runs in a folder: start time, number of steps, best values, and how they ended.
+
+Evaluations stand below the run whose checkpoint they loaded.  Files of a run may be damaged, or of anybody: what is in them is
+checked, and shown without control characters.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import math
+import os
 import socket
+import sys
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -13,21 +20,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fabricamp.engine.run_file import NAME, process_start
+from fabricamp.engine.run_file import EVALUATIONS, NAME, process_start
 from fabricamp.errors import ConfigError
+from fabricamp.messages import is_terminal, printable
 from fabricamp.runs.panels import training_loss, validation_loss
-from fabricamp.runs.reading import find_runs, read_curves
+from fabricamp.runs.reading import find_runs, read_curves, read_run_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from fabricamp._utils.types import StateDict
 
-_SHORT: Final = 30
-_LEAST: Final = 6
-"""Minimum width of the last column; below it, names are wrapped too."""
+_MOST_STEPS: Final = 2**63
 _TIME: Final = len("2026-11-23 15:27")
-_BETWEEN: Final = len(" │ ") * 4
+_BETWEEN: Final = len(" │ ")
+_ENDING: Final = 24
+"""The most columns that the last column is given before other columns are left out."""
+_HEADS: Final = ("run", "started", "steps", "best", "how it ended")
+_LEFT_OUT_FIRST: Final = ("started", "steps", "best")
 _STYLES = {"finished": "green", "running": "cyan", "unknown": "dim"}
 
 
@@ -35,7 +45,7 @@ class Summary(NamedTuple):
     """One run; ``status`` is finished, interrupted, failed, running, killed or unknown.
 
     ``started`` is the start of the first fit in the folder; the other values are of the newest fit, which may have resumed it.
-    ``others`` are the folders of the run's other loggers.
+    ``others`` are the folders of the run's other loggers.  ``of`` is the folder of the run that an evaluation belongs to.
     """
 
     folder: Path
@@ -45,84 +55,144 @@ class Summary(NamedTuple):
     best: dict[str, float]
     status: str
     reason: str
+    of: Path | None = None
 
 
 def summarise(folder: Path) -> Summary:
     """Returns the summary of a run from its run.json; from its logs if that file is missing or was never completed."""
-    content: StateDict = {}
+    content = read_run_file(folder / NAME)
+    status = _text(content, "status") or "unknown"
+    reason = _text(content, "reason")
     if not (folder / NAME).exists():
         # Only a fit writes run.json.
-        reason = f"an evaluation or another trainer's (no {NAME})"
-        content = {"started": _first_written(folder), "reason": reason}
-    content = _read(folder / NAME) or content
-    status = str(content.get("status", "unknown"))
-    reason = str(content.get("reason", ""))
+        reason = f"no {NAME}: another trainer's, or an evaluation without its end"
+    elif not content:
+        reason = f"{NAME} cannot be read"
     if status == "running":
         status, reason = _living(content.get("process"))
-    steps = content.get("step")
-    best = content.get("best")
+    steps = _steps(content)
+    best = _numbers(content.get("best"))
     if steps is None or not best:
         logged_steps, logged_best = _from_logs(folder)
         steps = logged_steps if steps is None else steps
         best = best or logged_best
-    others = tuple((folder / str(path)).resolve() for path in content.get("other_log_folders", ()))
-    earlier = [_read(file) for file in folder.glob("run-*.json")]
-    starts = [str(fit["started"]) for fit in (*earlier, content) if fit.get("started")]
-    return Summary(folder, others, min(starts, key=_moment, default=""), steps, best, status, reason)
+    fits = chain((content,), map(read_run_file, folder.glob("run-*.json")))
+    starts = [start for fit in fits if (start := _text(fit, "started"))] or [_first_written(folder)]
+    return Summary(folder, _others(folder, content), min(starts, key=_moment), steps, best, status, reason)
 
 
-def _read(file: Path) -> StateDict:
-    """Returns the content of a run file; empty if there is none that can be read."""
-    with contextlib.suppress(OSError, ValueError):
-        read = json.loads(file.read_text(encoding="utf-8"))
-        return read if isinstance(read, dict) else {}
-    return {}
-
-
-def _moment(started: str) -> float:
-    """Returns a start in seconds, so that starts with different UTC offsets compare; a time that cannot be read is the latest."""
-    try:
-        return datetime.fromisoformat(started).timestamp()
-    except ValueError:
-        return float("inf")
+def evaluations(folder: Path) -> Iterator[Summary]:
+    """Yields the newest validation, test and prediction that logged into a folder."""
+    for fn, name in EVALUATIONS.items():
+        content = read_run_file(folder / name)
+        if not content:
+            continue
+        status = _text(content, "status") or "unknown"
+        checkpoint = _text(content, "ckpt_path").rpartition("/")[2]
+        said = [f"{fn} of {checkpoint}" if checkpoint else fn, _text(content, "reason")]
+        values = _numbers(content.get("metrics"))
+        first = dict([next(iter(values.items()))]) if values else {}
+        of = _resolved(folder, _text(content, "run") or ".")
+        best = _shown_loss(values) or first
+        others = _others(folder, content)
+        yield Summary(folder, others, _text(content, "started"), None, best, status, ": ".join(filter(None, said)), of)
 
 
 def show(folder: str | Path) -> None:
     """Prints the table of the runs below ``folder``; raises :class:`ConfigError` if there are none."""
     root = Path(folder).expanduser()
-    runs = [summarise(path) for path in find_runs(root)] if root.is_dir() else []
+    runs = _listed(find_runs(root)) if root.is_dir() else []
     if not runs:
         raise ConfigError(
             f"{str(folder)!r} {'holds no run' if root.is_dir() else 'is not a folder'}; give the folder of runs"
         )
-    others = {path for run in runs for path in run.others}
-    runs = [run for run in runs if run.folder.resolve() not in others]
-    runs.sort(key=lambda run: run.started)
-    names = [str(run.folder.relative_to(root)) if run.folder != root else str(run.folder) for run in runs]
-    started = [run.started[:_TIME].replace("T", " ") for run in runs]
-    steps = ["" if run.steps is None else str(run.steps) for run in runs]
-    ended = [_ending(run) for run in runs]
-    console = Console(highlight=False)
-    others_width = _TIME + _width(["steps", *steps]) + _BETWEEN
-    best = ["\n".join(f"{metric} {value:.4g}" for metric, value in run.best.items()) for run in runs]
-    if _width(names) + others_width + _width(best) + _width(" ".join(ended).split()) > console.width:
-        best = [lines.replace(" ", "\n") for lines in best]
-    # Times, metrics and short names stay on one line; in a narrow terminal the last column wraps.
-    fits = _width(names) + others_width + _width(best) + _LEAST <= console.width
+    rows = [_row(run, root) for run in runs]
+    # A reader of a pipe takes whole lines: nothing is wrapped or left out there.
+    width = Console().width if is_terminal(sys.stdout) or "COLUMNS" in os.environ else None
+    if width is None:
+        rows = [row | {"best": row["best"].replace("\n", ", ")} for row in rows]
+    heads = _HEADS if width is None else _fitting(rows, width)
     table = Table(show_edge=False, pad_edge=False)
-    table.add_column("run", overflow="fold", no_wrap=fits and _width(names) <= _SHORT)
-    table.add_column("started", no_wrap=True)
-    table.add_column("steps", no_wrap=True, justify="right")
-    table.add_column("best", no_wrap=True)
-    table.add_column("how it ended", overflow="fold")
-    for name, time, step, metrics, end, run in zip(names, started, steps, best, ended, runs, strict=True):
-        table.add_row(Text(name), time, step, Text(metrics), Text(end, _STYLES.get(run.status, "yellow")))
+    for head in heads:
+        is_last = head == _HEADS[-1]
+        table.add_column(
+            head,
+            no_wrap=not is_last,
+            overflow="ellipsis",
+            justify="right" if head == "steps" else "left",
+        )
+    for row, run in zip(rows, runs, strict=True):
+        colour = _STYLES.get(run.status, "yellow")
+        table.add_row(*(Text(row[head], colour if head == _HEADS[-1] else "") for head in heads))
+    least = sum(_width(_column(rows, head)) + _BETWEEN for head in heads[:-1])
+    last = _column(rows, _HEADS[-1])
+    # The terminal wraps a name that is wider than itself: a part of it would be of no use.
+    table_width = least + _width(last) if width is None else max(width, least + _least(last))
+    console = Console(width=table_width, highlight=False)
     console.print(table)
+    if left_out := [head for head in _HEADS if head not in heads]:
+        console.print(f"in {width} columns without: {', '.join(left_out)}", style="dim")
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------------------
+
+
+def _listed(folders: Sequence[Path]) -> list[Summary]:
+    """Returns the rows by time: fits, each with its evaluations below it."""
+    evaluated = [one for folder in folders for one in evaluations(folder)]
+    only_evaluated = {one.folder for one in evaluated if not (one.folder / NAME).exists()}
+    fits = [summarise(folder) for folder in folders if folder not in only_evaluated]
+    others = {path for run in (*fits, *evaluated) for path in run.others}
+    fits = [run for run in fits if run.folder.resolve() not in others]
+    known = {run.folder.resolve() for run in fits}
+    alone = [one._replace(of=None) for one in evaluated if one.of not in known]
+    listed: list[Summary] = []
+    for row in sorted([*fits, *alone], key=_start):
+        listed.append(row)
+        if row in fits:
+            listed += sorted((one for one in evaluated if one.of == row.folder.resolve()), key=_start)
+    return listed
+
+
+def _row(run: Summary, root: Path) -> dict[str, str]:
+    name = str(run.folder.relative_to(root)) if run.folder != root else str(run.folder)
+    indent = "" if run.of is None else "  "
+    return {
+        "run": indent + printable(name),
+        "started": printable(run.started[:_TIME].replace("T", " ")),
+        "steps": "" if run.steps is None else str(run.steps),
+        "best": "\n".join(f"{printable(metric)} {value:.4g}" for metric, value in run.best.items()),
+        "how it ended": printable(_ending(run)),
+    }
+
+
+def _fitting(rows: Sequence[dict[str, str]], width: int) -> tuple[str, ...]:
+    """Returns the columns that a terminal has room for; changes ``best`` to a line for each name and value if that helps."""
+    heads: tuple[str, ...] = _HEADS
+    for left_out in (None, "best in lines", *_LEFT_OUT_FIRST):
+        if left_out == "best in lines":
+            for row in rows:
+                row["best"] = row["best"].replace(" ", "\n")
+        heads = tuple(head for head in heads if head != left_out)
+        before_last = sum(_width([head, *_column(rows, head)]) + _BETWEEN for head in heads[:-1])
+        if before_last + _least(_column(rows, heads[-1])) <= width:
+            break
+    return heads
+
+
+def _column(rows: Iterable[Mapping[str, str]], head: str) -> list[str]:
+    return [head, *(row[head] for row in rows)]
+
+
+def _least(cells: Sequence[str]) -> int:
+    """Returns the columns that the endings need: for each of their words, and for about three lines."""
+    words = _width(chain.from_iterable(cell.split() for cell in cells))
+    return min(max(words, math.ceil(_width(cells) / 3)), _ENDING)
 
 
 def _width(cells: Iterable[str]) -> int:
     """Returns the width of a column with these cells, which may have several lines."""
-    return max((len(line) for cell in cells for line in cell.splitlines()), default=0)
+    return max((Text(line).cell_len for cell in cells for line in cell.splitlines()), default=0)
 
 
 def _ending(run: Summary) -> str:
@@ -132,10 +202,57 @@ def _ending(run: Summary) -> str:
     return f"{run.status}: {run.reason}" if run.reason else run.status
 
 
+# -- what is in the files ----------------------------------------------------------------------------------------------------------
+
+
+def _text(content: StateDict, key: str) -> str:
+    value = content.get(key)
+    return value if isinstance(value, str) else ""
+
+
+def _steps(content: StateDict) -> int | None:
+    value = content.get("step")
+    return value if type(value) is int and 0 <= value < _MOST_STEPS else None
+
+
+def _numbers(values: Any) -> dict[str, float]:
+    """Returns the finite numbers of a mapping."""
+    items = values.items() if isinstance(values, dict) else ()
+    return {name: float(value) for name, value in items if type(value) in (int, float) and abs(value) < 1e308}
+
+
+def _others(folder: Path, content: StateDict) -> tuple[Path, ...]:
+    paths = content.get("other_log_folders")
+    texts = [path for path in paths if isinstance(path, str)] if isinstance(paths, list) else []
+    return tuple(path for text in texts if (path := _resolved(folder, text)) is not None)
+
+
+def _resolved(folder: Path, path: str) -> Path | None:
+    with contextlib.suppress(
+        OSError, ValueError, RuntimeError
+    ):  # a loop of links, or a character that no path can have
+        return (folder / path).resolve()
+    return None
+
+
+def _start(run: Summary) -> tuple[float, str]:
+    return _moment(run.started), str(run.folder)
+
+
+def _moment(started: str) -> float:
+    """Returns a start in seconds, so that starts with different UTC offsets compare; a time that cannot be read is the latest."""
+    try:
+        return datetime.fromisoformat(started).timestamp()
+    except (ValueError, OverflowError):
+        return float("inf")
+
+
 def _first_written(folder: Path) -> str:
     """Returns the earliest modification time of a folder's files; empty if it has none."""
-    times = [path.stat().st_mtime for path in folder.iterdir() if path.is_file()]
-    return datetime.fromtimestamp(min(times)).astimezone().isoformat() if times else ""
+    with contextlib.suppress(OSError, ValueError, OverflowError):
+        times = [path.stat().st_mtime for path in folder.iterdir() if path.is_file()]
+        return datetime.fromtimestamp(min(times)).astimezone().isoformat() if times else ""
+    return ""
 
 
 def _living(process: Any) -> tuple[str, str]:
@@ -154,10 +271,11 @@ def _from_logs(folder: Path) -> tuple[int | None, dict[str, float]]:
     except ConfigError:
         return None, {}
     steps = max((max(curve.steps) for curve in curves.values()), default=None)
-    return None if steps is None else steps + 1, _lowest_loss(curves)
+    lowest = {name: min(finite) for name, curve in curves.items() if (finite := [*filter(math.isfinite, curve.values)])}
+    return None if steps is None else steps + 1, _shown_loss(lowest)
 
 
-def _lowest_loss(curves: Mapping[str, Any]) -> dict[str, float]:
-    name = validation_loss(list(curves)) or training_loss(list(curves))
-    finite = [value for value in curves[name].values if abs(value) < float("inf")] if name is not None else []
-    return {name: min(finite)} if name is not None and finite else {}
+def _shown_loss(values: Mapping[str, float]) -> dict[str, float]:
+    """Returns the loss to show among some values: that of validation, or else that of training."""
+    name = validation_loss(list(values)) or training_loss(list(values))
+    return {} if name is None else {name: values[name]}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
+from bisect import bisect_left
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from fabricamp.errors import ConfigError, nearest
+from fabricamp.messages import printable
 from fabricamp.runs.reading import Curve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from fabricamp.runs.reading import Run
 
@@ -43,6 +45,7 @@ def choose(runs: Sequence[Run], metrics: Sequence[str] = (), smooth: float = 0.6
     if not 0 <= smooth < 1:
         raise ConfigError(f"smooth={smooth:g}: choose 0 (raw values alone) to below 1")
     known = list(dict.fromkeys(name for run in runs for name in run.curves))
+    metrics = [printable(name) for name in metrics]
     for name in metrics:
         if name not in known:
             raise ConfigError(f"no run logged {name!r}{nearest(name, known)} (logged: {', '.join(known) or 'nothing'})")
@@ -75,13 +78,13 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
     >>> smoothed([1.0, 1.0, 4.0], 0.5)
     [1.0, 1.0, 2.7142857142857144]
     """
-    total = norm = 0.0
+    mean = norm = 0.0
     means = []
     for value in values:
         if abs(value) < float("inf"):
-            total = total * weight + value
             norm = norm * weight + 1
-        means.append(total / norm if norm else value)
+            mean = mean * (1 - 1 / norm) + value / norm
+        means.append(mean if norm else value)
     return means
 
 
@@ -190,25 +193,37 @@ def _throughput(runs: Sequence[Run], smooth: float) -> Panel:
     logged = _each(runs, _pace)
     if logged:
         return _panel("throughput", logged, smooth)
-    measured = [(run.name, _by_the_clock(run)) for run in runs]
+    measured = [(run.name, _joined(map(_by_the_clock, _between_pauses(run)))) for run in runs]
     return Panel("steps/s", [_line(name, "steps/s", curve, smooth) for name, curve in measured if curve.steps])
 
 
-def _by_the_clock(run: Run) -> Curve:
-    """Returns the steps per second between the points of the metric that was logged most often.
+def _between_pauses(run: Run) -> Iterator[Curve]:
+    """Yields the parts of the metric that was logged most often: what each fit in the run's folder logged."""
+    # "epoch" is left out: a later test logs it too, without training.
+    timed = [curve for name, curve in run.curves.items() if curve.times and name != "epoch"]
+    longest = max(timed, key=lambda one: len(one.steps), default=Curve([], [], []))
+    cuts = [bisect_left(longest.steps, first) for first in run.resumes]
+    for begin, end in pairwise([0, *cuts, len(longest.steps)]):
+        yield Curve(longest.steps[begin:end], longest.values[begin:end], longest.times[begin:end])
+
+
+def _joined(parts: Iterable[Curve]) -> Curve:
+    steps, values, times = zip(*parts, strict=True)
+    return Curve(list(chain(*steps)), list(chain(*values)), list(chain(*times)))
+
+
+def _by_the_clock(logged: Curve) -> Curve:
+    """Returns the steps per second between the points of a metric.
 
     Points that were written at nearly the same time count as one: the last values of a run are all written at its end.
     """
-    # "epoch" is left out: a later test logs it too, without training.
-    timed = [curve for name, curve in run.curves.items() if curve.times and name != "epoch"]
-    longest = max(timed, key=lambda one: len(one.steps), default=None)
     pace = Curve([], [], [])
-    if longest is None or len(longest.steps) < 3:
+    if len(logged.steps) < 3:
         return pace
-    least = (longest.times[-1] - longest.times[0]) / len(longest.times) / 2
-    step = longest.steps[0]
-    time = longest.times[0]
-    for next_step, next_time in zip(longest.steps, longest.times, strict=True):
+    least = (logged.times[-1] - logged.times[0]) / len(logged.times) / 2
+    step = logged.steps[0]
+    time = logged.times[0]
+    for next_step, next_time in zip(logged.steps, logged.times, strict=True):
         if next_time - time <= max(least, 0.0):
             continue
         if next_step > step:

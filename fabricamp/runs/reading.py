@@ -9,15 +9,19 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fabricamp.engine.run_file import NAME
+from fabricamp.engine.run_file import EVALUATIONS, NAME
 from fabricamp.errors import ConfigError
+from fabricamp.messages import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from fabricamp._utils.types import StateDict
+
 CSV_FILE = "metrics.csv"
 JSON_FILE = "metrics.jsonl"
 _EVENTS = "*tfevents*"
+_LARGEST_STEP = 2**63
 _DEPTH = 3
 """Depth of the search for runs below the given folder: ``runs/name/version_0``."""
 
@@ -37,16 +41,27 @@ class Run(NamedTuple):
     curves: dict[str, Curve]
     monitors: tuple[str, ...] = ()
     """The names that its ModelCheckpoints monitored."""
+    resumes: tuple[int, ...] = ()
+    """The steps at which its later fits began: time has passed before each of them."""
 
 
 def read_runs(folders_or_files: Sequence[str | Path]) -> list[Run]:
     """Returns the runs in these folders or files; raises :class:`ConfigError` if nothing was logged."""
     paths = [Path(path).expanduser() for path in folders_or_files]
-    return [Run(name, read_curves(path), _monitors_of(path)) for name, path in zip(_names(paths), paths, strict=True)]
+    named = zip(_names(paths), paths, strict=True)
+    return [Run(name, read_curves(path), _monitors_of(path), _resumes_of(path)) for name, path in named]
+
+
+def read_run_file(file: Path) -> StateDict:
+    """Returns the content of a run.json; empty if there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        read = json.loads(file.read_text(encoding="utf-8"))
+        return read if isinstance(read, dict) else {}
+    return {}
 
 
 def read_curves(path: Path) -> dict[str, Curve]:
-    """Returns the curves that were logged into a folder, or into one log file, by metric name."""
+    """Returns the curves that were logged into a folder, or into one log file, by metric name as it can be printed."""
     if not path.exists():
         raise ConfigError(f"{str(path)!r} is not there; give the folder of a run, such as runs/version_0")
     if path.is_dir():
@@ -62,29 +77,45 @@ def read_curves(path: Path) -> dict[str, Curve]:
         for file in files:
             if file.is_file() and file.suffix in readers:
                 return _curves(readers[file.suffix](file))
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a log may hold anything
         raise ConfigError(f"{path} cannot be read as a log: {str(error) or type(error).__name__}") from error
     raise ConfigError(f"{path} holds no log{_why_no_log(path)}")
 
 
 def _monitors_of(path: Path) -> tuple[str, ...]:
     """Returns what the ModelCheckpoints of a run monitored; empty without a run.json, which only fits of this package write."""
-    folder = path if path.is_dir() else path.parent
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
-        # Files of earlier versions name only those that had a best value.
-        return tuple(map(str, content.get("monitors", content.get("best", ()))))
-    return ()
+    content = read_run_file(_folder_of(path) / NAME)
+    # Files of earlier versions name only those that had a best value.
+    names = content.get("monitors", content.get("best"))
+    return tuple(printable(str(name)) for name in names) if isinstance(names, list | dict) else ()
+
+
+def _resumes_of(path: Path) -> tuple[int, ...]:
+    """Returns the steps at which fits in a run's folder began, but for the first one, in order."""
+    files = (_folder_of(path) / NAME, *_folder_of(path).glob("run-*.json"))
+    begun = [content.get("first_step") for content in map(read_run_file, files)]
+    return tuple(sorted({step for step in begun if type(step) is int}))[1:]
+
+
+def _folder_of(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
 
 
 def is_run(folder: Path) -> bool:
-    """Returns whether this folder has a log, or the run.json of a fit."""
-    return any((folder / name).is_file() for name in (CSV_FILE, JSON_FILE, NAME)) or any(folder.glob(_EVENTS))
+    """Returns whether this folder has a log, or the file of a fit or an evaluation."""
+    files = (CSV_FILE, JSON_FILE, NAME, *EVALUATIONS.values())
+    return any((folder / name).is_file() for name in files) or any(folder.glob(_EVENTS))
 
 
 def find_runs(folder: Path) -> list[Path]:
     """Returns the run folders in ``folder``, including ``folder`` itself, oldest first."""
-    return sorted(_runs_within(folder, _DEPTH), key=lambda path: (path.stat().st_mtime, str(path)))
+    return sorted(_runs_within(folder, _DEPTH), key=lambda path: (_changed(path), str(path)))
+
+
+def _changed(path: Path) -> float:
+    with contextlib.suppress(OSError):  # it may be gone by now
+        return path.stat().st_mtime
+    return 0.0
 
 
 def _runs_within(folder: Path, depth: int) -> Iterator[Path]:
@@ -98,8 +129,8 @@ def _runs_within(folder: Path, depth: int) -> Iterator[Path]:
 
 def _why_no_log(path: Path) -> str:
     """Returns why there is no log: a fit logged no value, or else the files and folders that were searched."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        content = json.loads((path / NAME).read_text(encoding="utf-8"))
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        content = read_run_file(path / NAME)
         every = int(content["trainer"]["log_every_n_steps"])
         steps = int(content["step"]) - int(content["first_step"])
         return f": its run of {steps} steps logged no value, with log_every_n_steps={every}"
@@ -119,21 +150,23 @@ def _names(paths: Sequence[Path]) -> list[str]:
     common = 0
     while all(len(names) > common + 1 and names[common] == parts[0][common] for names in parts):
         common += 1
-    return ["/".join(names[common:]) for names in parts]
+    return [printable("/".join(names[common:])) for names in parts]
 
 
-def _curves(points: Iterator[tuple[str, int, float, float | None]]) -> dict[str, Curve]:
+def _curves(points: Iterator[tuple[str, float, float, float | None]]) -> dict[str, Curve]:
     curves: dict[str, Curve] = {}
     for name, step, value, time in points:
-        curve = curves.setdefault(name, Curve([], [], []))
-        curve.steps.append(step)
+        if not abs(step) < _LARGEST_STEP:
+            raise ValueError("a step in it is too large, or no number")
+        curve = curves.setdefault(printable(name), Curve([], [], []))
+        curve.steps.append(int(step))
         curve.values.append(value)
         if time is not None:
             curve.times.append(time)
     return curves
 
 
-def _from_events(files: Sequence[Path]) -> Iterator[tuple[str, int, float, float | None]]:
+def _from_events(files: Sequence[Path]) -> Iterator[tuple[str, float, float, float | None]]:
     """Yields the points of event files in order; a restart discards earlier points from its step on."""
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import SessionLog
@@ -155,16 +188,16 @@ def _from_events(files: Sequence[Path]) -> Iterator[tuple[str, int, float, float
                 yield value.tag, event.step, value.simple_value, event.wall_time
 
 
-def _from_table(file: Path) -> Iterator[tuple[str, int, float, float | None]]:
+def _from_table(file: Path) -> Iterator[tuple[str, float, float, float | None]]:
     with file.open(newline="", encoding="utf-8") as text:
         for row in csv.DictReader(text):
-            step = int(float(row.pop("step")))
+            step = float(row.pop("step"))
             for name, value in row.items():
                 if name is not None and value:
                     yield name, step, float(value), None
 
 
-def _from_lines(file: Path) -> Iterator[tuple[str, int, float, float | None]]:
+def _from_lines(file: Path) -> Iterator[tuple[str, float, float, float | None]]:
     with file.open(encoding="utf-8") as text:
         for row in map(json.loads, text):
             step = int(row.pop("step"))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from itertools import chain, pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _COLOURS = ("cyan", "yellow", "magenta", "green", "red", "blue")
 _HEIGHTS = (9, 5)
 """Height in rows of the first panel, and of the other panels."""
+_LARGEST_POWER = 1023
 _LABEL = 9
 """Columns of a value's label."""
 
@@ -45,8 +47,9 @@ _ASCII = _Glyphs("*+xo%#", ".", "|", "+", "-", dots=False)
 def show(panels: Sequence[Panel], console: Console | None = None) -> None:
     """Prints the panels in the terminal's width."""
     console = console or Console(highlight=False)
-    for line in _Picture(panels, console).lines():
-        console.print(line, no_wrap=True, overflow="ellipsis", crop=True)
+    # As one text: a notebook makes an output of each print.
+    picture = Text("\n").join(_Picture(panels, console).lines())
+    console.print(picture, no_wrap=True, overflow="ellipsis", crop=True)
 
 
 class _Picture:
@@ -85,10 +88,10 @@ class _Picture:
         styles = [(line.run, is_raw) for line, _, is_raw in layers]
         for row, cells in enumerate(canvas.rows()):
             share = 1 - row / (height - 1)
-            value = frame.low + (frame.high - frame.low) * share
+            value = frame.low * (1 - share) + frame.high * share
             label = ""
             if row in (0, height // 2, height - 1):
-                label = _number(2**value if panel.logarithmic else value)
+                label = _number(2 ** min(value, _LARGEST_POWER) if panel.logarithmic else value)
             yield self._row(label, cells, styles)
         first = f"{int(frame.left)}"
         last = f"step {int(frame.right)}"
@@ -206,7 +209,15 @@ def frame_of(steps: tuple[int, int], values: Sequence[float]) -> Frame:
     low = min(values, default=0.0)
     high = max(values, default=0.0)
     margin = 0.0 if high > low else abs(high) * 0.1 or 1.0
-    return Frame(steps[0], max(steps[1], steps[0] + 1), low - margin, high + margin)
+    largest = sys.float_info.max
+    return Frame(steps[0], max(steps[1], steps[0] + 1), max(low - margin, -largest), min(high + margin, largest))
+
+
+def share_of(value: float, first: float, last: float) -> float:
+    """Returns where a value lies between two others, 0 to 1; the largest floats do not overflow."""
+    if math.isfinite(last - first):
+        return (value - first) / (last - first)
+    return (value / 2 - first / 2) / (last / 2 - first / 2)
 
 
 class Canvas:
@@ -237,14 +248,10 @@ class Canvas:
         return [[self._cells.get((column, row)) for column in range(self._width)] for row in range(self._height)]
 
     def _across(self, x: float) -> int:
-        frame = self._frame
-        last = 2 * self._width - 1
-        return round((x - frame.left) / (frame.right - frame.left) * last)
+        return round(share_of(x, self._frame.left, self._frame.right) * (2 * self._width - 1))
 
     def _up(self, y: float) -> int:
-        frame = self._frame
-        last = 4 * self._height - 1
-        return round((frame.high - y) / (frame.high - frame.low) * last)
+        return round(share_of(y, self._frame.high, self._frame.low) * (4 * self._height - 1))
 
     def _join(self, before: tuple[int, int], after: tuple[int, int], layer: int) -> None:
         steps = max(abs(after[0] - before[0]), abs(after[1] - before[1]))

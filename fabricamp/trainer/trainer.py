@@ -11,7 +11,7 @@ from fabricamp.arguments.private_methods import refuse_private_methods
 from fabricamp.cuda_graph import check_cuda_graph
 from fabricamp.engine.ckpt_path import best_of_last_fit
 from fabricamp.engine.ending import end_fit, leave_interrupted, reading_states
-from fabricamp.engine.run_file import recorded
+from fabricamp.engine.run_file import recorded, recorded_evaluation
 from fabricamp.engine.runner import Runner
 from fabricamp.engine.update import forward_train_batches
 from fabricamp.engine.workers import run_on_first, start_workers
@@ -413,7 +413,7 @@ class Trainer(TrainerProperties):
                             loop.run()
                             end_fit(self, session, loop)
                     else:
-                        result = session.evaluate(**options)
+                        result = recorded_evaluation(session, options)
         leave_interrupted(self)
         return result
 

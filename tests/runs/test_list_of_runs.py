@@ -32,7 +32,8 @@ def test_runs_with_their_best_values_and_how_they_ended(capsys, monkeypatch):
         for line in capsys.readouterr().out.splitlines()
         if "│" in line
     ]
-    assert rows[2][0::2] == ["of_another_trainer", "10", "unknown: an evaluation or another trainer's (no run.json)"]
+    ended = "unknown: no run.json: another trainer's, or an evaluation without its end"
+    assert rows[2][0::2] == ["of_another_trainer", "10", ended]
     assert rows[2][3] == "val_loss 0.25"
     assert [row[0] for row in rows[:2]] == ["small/version_0", "small/version_1"]
     assert [row[2] for row in rows[:2]] == ["3", "8"]
@@ -47,13 +48,14 @@ def test_an_evaluation_stands_where_its_time_is(capsys, monkeypatch):
     quiet_trainer(logger=CSVLogger("runs")).test(Classifier(), loader())
     fit, evaluation = Path(logger.log_dir), Path(logger.log_dir).with_name("version_1")
     tomorrow = datetime.fromisoformat(json.loads((fit / "run.json").read_text())["started"]) + timedelta(days=1)
+    (evaluation / "run_test.json").unlink()  # as if it had been killed
     for file in evaluation.iterdir():
         os.utime(file, (tomorrow.timestamp(), tomorrow.timestamp()))
     assert main(["runs", "runs"]) == 0
     first, second = (line for line in capsys.readouterr().out.splitlines() if "version_" in line)
     assert ("version_0" in first, "version_1" in second) == (True, True)
     assert tomorrow.isoformat(sep=" ")[:16] in second
-    assert "unknown: an evaluation" in second
+    assert "unknown: no run.json" in second
 
 
 def test_a_run_with_several_loggers_is_one_row(tmp_path, capsys):
@@ -116,10 +118,144 @@ def test_the_name_of_a_metric_is_in_one_line(name, columns, capsys, monkeypatch)
     assert main(["runs", "."]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns
+    heads = [head.strip() for head in lines[0].split("┃")]
     cells = [[cell.strip() for cell in line.split("│")] for line in lines if "│" in line]
-    assert any(name in row[3].split() for row in cells)
-    assert any("0.9722" in row[3].split() for row in cells)
-    assert cells[0][1] == "2026-11-23 15:27"
+    best = heads.index("best")
+    assert any(name in row[best].split() for row in cells)
+    assert any("0.9722" in row[best].split() for row in cells)
+    assert ("started" in heads) == (cells[0][1] == "2026-11-23 15:27")
+    assert ("started" in heads) == ("without: started" not in lines[-1])
+
+
+@pytest.mark.parametrize("columns", [30, 60, 80, 100])
+def test_no_word_is_broken(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    folder = Path("fabricamp_logs/of_a_long_name/version_10")
+    folder.mkdir(parents=True)
+    reason = "val_loss has not improved on 0.1454 in 12 checks"
+    ended = {"started": "2026-11-23T15:27:00", "status": "finished", "reason": reason, "step": 4380}
+    (folder / "run.json").write_text(json.dumps({**ended, "best": {"val_loss": 0.1454}}))
+    assert main(["runs", "."]) == 0
+    out = capsys.readouterr().out
+    words = out.replace("│", " ").replace("┃", " ").split()
+    assert {str(folder), *reason.split()} <= set(words)
+    dropped = {30: "started, steps, best", 60: "started, steps, best", 80: "started", 100: ""}[columns]
+    assert (f"in {columns} columns without: {dropped}" in out) == (dropped != "")
+    assert ("0.1454" in words, "2026-11-23" in words) == (True, columns == 100)
+
+
+def test_a_pipe_gets_a_line_for_each_run(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    folder = Path("fabricamp_logs/version_0")
+    folder.mkdir(parents=True)
+    reason = "ValueError: " + "a long message " * 20
+    content = {"status": "failed", "reason": reason, "step": 4, "best": {"val_loss": 0.5, "f1": 0.25}}
+    (folder / "run.json").write_text(json.dumps(content))
+    assert main(["runs", "."]) == 0
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "version_0" in line)
+    assert row.rstrip().endswith(f"failed: {reason}".rstrip())
+    assert "val_loss 0.5, f1 0.25" in row
+
+
+def test_evaluations_stand_below_the_run_whose_checkpoint_they_loaded(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    logs = {"save_dir": "runs", "name": ""}
+    first = quiet_trainer(
+        logger=CSVLogger(**logs), max_steps=4, enable_checkpointing=True, callbacks=ModelCheckpoint(filename="four")
+    )
+    first.fit(Classifier(), loader())
+    first.validate(Classifier(), loader(), ckpt_path="last")
+    quiet_trainer(logger=CSVLogger(**logs), max_steps=1).fit(Classifier(), loader())
+    loggers = [CSVLogger(**logs), JSONLinesLogger("runs", name="lines")]
+    path = next(str(file) for file in Path("runs").rglob("four.ckpt"))
+    quiet_trainer(logger=loggers).test(Classifier(), loader(), ckpt_path=path)
+    quiet_trainer(logger=CSVLogger(**logs)).test(Classifier(), loader())
+    assert main(["runs", "runs"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "version_" in line]
+    rows = [[cell.strip() for cell in line.split("│")] for line in lines]
+    assert [(line[:2] == "  ", row[0], row[2], row[4]) for line, row in zip(lines, rows, strict=True)] == [
+        (False, "version_0", "4", "max_steps=4 reached"),
+        (True, "version_0", "", "validate of four.ckpt"),
+        (True, "version_2", "", "test of four.ckpt"),
+        (False, "version_1", "1", "max_steps=1 reached"),
+        (False, "version_3", "", "test"),
+    ]
+    assert [row[3].split()[0] for row in (*rows[1:3], rows[4])] == ["val_loss", "test_loss", "test_loss"]
+
+
+def test_an_evaluation_that_fails_says_so(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+
+    class Fails(Classifier):
+        def test_step(self, batch, batch_idx):
+            raise ValueError("a bug")
+
+    logger = CSVLogger("runs")
+    with pytest.raises(ValueError, match="a bug"):
+        quiet_trainer(logger=logger).test(Fails(), loader())
+    assert main(["runs", "runs"]) == 0
+    assert "failed: test: ValueError: a bug" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [{"logger": False}, {"fast_dev_run": True, "logger": CSVLogger("runs")}])
+def test_an_evaluation_that_logs_nothing_records_nothing(options):
+    quiet_trainer(**options).predict(Classifier(), loader())
+    assert not list(Path.cwd().rglob("run*.json"))
+
+
+DAMAGED = {
+    "best is a number": '{"best": 3}',
+    "a best value is text": '{"best": {"loss": "low"}}',
+    "a best value is huge": '{"best": {"loss": 1%s}}' % ("0" * 400),
+    "a step is text": '{"step": "x", "best": {"a": 1}}',
+    "a step is huge": '{"step": 1%s}' % ("0" * 400),
+    "a number of 5000 digits": '{"step": %s}' % ("9" * 5000),
+    "other folders are null": '{"other_log_folders": null}',
+    "other folders are a number": '{"other_log_folders": 3}',
+    "other folders are numbers": '{"other_log_folders": [3, "\\u0000"]}',
+    "nested too deep": '{"step": %s' % ("[" * 100_000),
+    "a list": "[]",
+    "null": "null",
+    "no JSON": "\x00",
+    "texts are numbers": '{"status": 1, "reason": [], "started": {}}',
+    "no time": '{"started": "yesterday", "status": "finished"}',
+    "a time before all": '{"started": "0001-01-01T00:00:00", "status": "finished"}',
+    "a strange process": '{"status": "running", "process": {"pid": 99999999999999999999, "host": 3}}',
+    "no process": '{"status": "running", "process": []}',
+}
+
+
+@pytest.mark.parametrize("file", ["run.json", "run-1.json", "run_test.json"])
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_file_hides_no_run(content, file, capsys):
+    for name in ("damaged", "whole"):
+        Path(name).mkdir()
+        Path(name, "run.json").write_text('{"status": "finished", "step": 8, "reason": "max_epochs=1 reached"}')
+    Path("damaged", file).write_text(content)
+    Path("damaged/metrics.csv").write_text("step,loss\n0,1\n")
+    assert main(["runs", "."]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("damaged") for line in lines)
+    assert any(line.startswith("whole") and "max_epochs=1 reached" in line for line in lines)
+    assert main(["plot", "damaged"]) == 0
+
+
+def test_control_characters_are_shown_and_not_sent(capsys):
+    folder = Path("a\x1b[2Jb\nc")
+    folder.mkdir()
+    ended = {"status": "\x1b[31mred", "reason": "bell\a", "started": "2026\x9b1m", "best": {"lo\rss": 1.0}}
+    (folder / "run.json").write_text(json.dumps(ended))
+    (folder / "metrics.csv").write_text("step,\x1b[31mloss\n0,1\n1,2\n")
+    assert main(["runs", "."]) == 0
+    assert main(["plot", str(folder)]) == 0
+    assert main(["plot", str(folder), "--metric", "\x1b[31mloss"]) == 0
+    assert main(["plot", str(folder), "--metric", "other"]) == 2
+    captured = capsys.readouterr()
+    for text in (captured.out, captured.err):
+        assert [one for one in text if not one.isprintable() and one != "\n"] == []
+    for shown in (r"a\x1b[2Jb\nc", r"\x1b[31mred: bell\x07", r"2026\x9b1m", r"lo\rss 1", r"\x1b[31mloss  last 2"):
+        assert shown in captured.out
+    assert r"(logged: \x1b[31mloss)" in captured.err
 
 
 @pytest.mark.parametrize(

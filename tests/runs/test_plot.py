@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import sys
@@ -294,3 +295,66 @@ def test_the_folder_above_names_the_runs_in_it(runs, capsys):
     assert main(["plot", str(runs / "events")]) == 2
     assert f"runs below it: {runs}/events/version_0, {runs}/events/version_1" in capsys.readouterr().err
     assert [one.name for one in find_runs(runs)] == ["version_0"] * 3 + ["version_1"] * 3
+
+
+def test_a_pause_before_a_resume_is_no_time_of_training(tmp_path):
+    """Ten steps a second; the run was stopped after step 49, and went on from step 40 an hour later."""
+    rows = [{"step": step, "time": step / 10 + (3600 if step >= 40 else 0), "loss": 1.0} for step in range(0, 100, 5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "run-1.json").write_text('{"first_step": 0}')
+    (tmp_path / "run.json").write_text('{"first_step": 40}')
+    pace = choose(read_runs([tmp_path]))[-1]
+    assert pace.title == "steps/s"
+    assert pace.lines[0].curve.values == pytest.approx([10.0] * len(pace.lines[0].curve.values))
+    assert set(range(45, 100, 5)) <= set(pace.lines[0].curve.steps)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("1,1e308\n2,-1e308\n3,1e308\n", 0),
+        ("1,1.7976931348623157e308\n2,1.7976931348623157e308\n", 0),
+        ("1,5e-324\n2,0\n", 0),
+        ("".join(f"{step},{(-1) ** step * 1.7e308}\n" for step in range(20)), 0),
+        ("9000000000000000000,1\n0,2\n", 0),
+        (f"{'9' * 400},1\n2,1\n", 2),
+        ("nan,1\n", 2),
+        ("1e300,1\n", 2),
+    ],
+)
+def test_huge_numbers_are_drawn_or_refused_in_one_line(text, code, capsys):
+    Path("metrics.csv").write_text(f"step,loss\n{text}")
+    Path("scale").mkdir()
+    Path("scale/metrics.csv").write_text(f"step,loss_scale\n{text}")
+    assert main(["plot", "."]) == code
+    assert main(["plot", "scale"]) == code
+    captured = capsys.readouterr()
+    assert ("a step in it is too large" in captured.err) == (code == 2)
+    assert len(captured.err.splitlines()) == code
+    assert "inf" not in captured.out
+    if importlib.util.find_spec("matplotlib"):
+        assert main(["plot", ".", "--out", "x.png"]) == code
+
+
+@pytest.mark.parametrize("row", ["[1]", "null", "3", '{"step": null}', '{"loss": 1}', '{"step": 1, "loss": []}', "["])
+def test_a_row_of_another_kind_is_refused_in_one_line(row, capsys):
+    Path("metrics.jsonl").write_text(f"{row}\n")
+    assert main(["plot", "."]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("matplotlib", [True, False])
+def test_a_notebook_gets_one_output(matplotlib, runs, tmp_path):
+    nbclient = pytest.importorskip("nbclient", reason="needs the package nbclient")
+    nbformat = pytest.importorskip("nbformat", reason="needs the package nbformat")
+    for package in ("ipykernel", *(["matplotlib"] if matplotlib else [])):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs the package {package}")
+    hide = "" if matplotlib else "import sys; sys.modules['matplotlib'] = None\n"
+    code = f"{hide}from fabricamp.runs import plot\nplot([{str(runs / 'events' / 'version_0')!r}])"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    nbclient.NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    (output,) = notebook.cells[0].outputs
+    assert output.output_type == "display_data"
+    assert ("image/png" in output.data) == matplotlib
+    assert ("<pre" in output.data.get("text/html", "")) == (not matplotlib)
