@@ -435,8 +435,11 @@ def _check_there(ckpt_path: str, command: str) -> None:
     """Raises :class:`ConfigError` for a file that does not exist; "last", "best", "auto" and URLs are resolved later."""
     from fabricamp.checkpoint.storage import nearby_checkpoints
 
-    if ckpt_path in ("last", "best", "auto") or "://" in ckpt_path or Path(ckpt_path).expanduser().exists():
+    if ckpt_path in ("last", "best", "auto") or "://" in ckpt_path:
         return
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # too long, or the home of a user who does not exist
+        if Path(ckpt_path).expanduser().exists():
+            return
     # As in the Trainer's check, a name with a folder or a suffix is meant as a path.
     bare = Path(ckpt_path).name == ckpt_path and not Path(ckpt_path).suffix
     words = ("last", "best", "auto") if command == "fit" else ("last", "best")

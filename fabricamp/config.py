@@ -33,6 +33,11 @@ SECTIONS = {
 }
 """The top-level keys of a configuration file, and their meaning."""
 
+_LONGEST = 200
+"""The most characters of an override or a name that an error shows."""
+_MOST_WORDS = 50
+"""The most words of a dotted name: Python imports each package within the import of the one before."""
+
 
 class Configuration(dict[str, Any]):
     """A configuration with its interpolations resolved; ``written`` is the form to save, with references to the environment.
@@ -69,13 +74,18 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Configuration:
     try:
         values, written = resolved(content, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {_first_line(error)} (at {error.full_key})") from None
+        raise ConfigError(f"{path}: {_reason(error)} (at {error.full_key})") from None
+    except RecursionError as error:
+        raise ConfigError(f"{path}: {_reason(error)}") from None
     folders = values.get("import_from", [])
     if not isinstance(folders, list) or not all(isinstance(folder, str) for folder in folders):
         raise ConfigError(f"import_from={folders!r} is not a list of folders; write import_from: [folder, ...]")
     # Absolute paths, so that the copy in the log folder works from there.
     given = [path.parent / folder for folder in folders]
-    folders = list(dict.fromkeys(str(folder.resolve()) for folder in (*given, path.parent, Path.cwd())))
+    try:
+        folders = list(dict.fromkeys(str(folder.resolve()) for folder in (*given, path.parent, Path.cwd())))
+    except (ValueError, RuntimeError) as error:  # a character that no path has, or a circle of links
+        raise ConfigError(f"import_from={folders!r} has a folder that no path can name: {error}") from None
     private = any(isinstance(folder, FromEnvironment) for folder in values.get("import_from", []))
     private = private or hidden(written) != written
     return Configuration({**values, "import_from": folders}, {**written, "import_from": folders}, private=private)
@@ -97,6 +107,11 @@ def check_config(content: Mapping[str, Any]) -> None:
             sys.path.insert(0, folder)
     if not isinstance(content.get("seed"), int | None) or isinstance(content.get("seed"), bool):
         raise ConfigError(f"seed={content['seed']!r} is not a whole number; give one, or null")
+    ckpt_path = content.get("ckpt_path")
+    if ckpt_path is not None and not (isinstance(ckpt_path, str) and ckpt_path):
+        raise ConfigError(
+            f"ckpt_path={ckpt_path!r} is not a path; give that of a checkpoint, or best, last, auto or null"
+        )
     _check_node(_trainer_section(content), "trainer")
     _check_node(content["module"], "module", TrainingModule)
     _check_node(content.get("data"), "data", DataModule)
@@ -177,7 +192,6 @@ class SaveConfig(Callback):
 
 def _load(path: Path) -> Any:
     """Returns the file as an OmegaConf container."""
-    import yaml
     from omegaconf import DictConfig, OmegaConf
 
     if "=" in path.name and not path.exists():
@@ -189,8 +203,8 @@ def _load(path: Path) -> Any:
         raise ConfigError(f"{str(path)!r} is {'a folder' if path.is_dir() else 'not there'}; give a YAML file{hint}")
     try:
         content = OmegaConf.load(path)
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+    except Exception as error:  # noqa: BLE001 - YAML's errors, and those of Python for a number, a date, a key or a nesting
+        raise ConfigError(f"{path} cannot be read as YAML: {_reason(error)}") from None
     if not isinstance(content, DictConfig) or not content:
         raise ConfigError(
             f"{path} holds no mapping; write sections such as trainer: and module: (see fabricamp --help)"
@@ -200,7 +214,6 @@ def _load(path: Path) -> Any:
 
 def _put(content: Any, override: str) -> None:
     """Applies one ``key=value`` override to the container; raises ConfigError."""
-    import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -216,17 +229,17 @@ def _put(content: Any, override: str) -> None:
         raise ConfigError(f"{override!r} is not an override; write key=value without spaces or dashes, as in {example}")
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
-    except yaml.YAMLError as error:
+    except Exception as error:  # noqa: BLE001 - as in a file
         raise ConfigError(
-            f"{override!r}: the value cannot be read as YAML ({' '.join(str(error).split())}); "
+            f"{_cut(override)!r}: the value cannot be read as YAML ({_reason(error)}); "
             "quote the whole override for the shell, as in 'trainer.devices=[0, 1]'"
         ) from None
     assert isinstance(parsed, dict)
-    _check_way(content, key, override)
     try:
+        _check_way(content, key, override)
         OmegaConf.update(content, key, parsed["value"], merge=False)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{override!r} cannot be put in: {_first_line(error)}") from None
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise ConfigError(f"{_cut(override)!r} cannot be put in: {_reason(error)}") from None
 
 
 def _check_way(content: Any, key: str, override: str) -> None:
@@ -248,8 +261,19 @@ def _check_way(content: Any, key: str, override: str) -> None:
         node = node[int(word)] if isinstance(node, list) else node.get(word)
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).split("\n", 1)[0]
+def _reason(error: BaseException) -> str:
+    """Returns in one line why a configuration cannot be read."""
+    from omegaconf.errors import OmegaConfBaseException
+
+    if "RecursionError" in f"{type(error).__name__}: {error}":  # OmegaConf names it in its own error
+        return "it is nested too deep, or refers to itself in a circle"
+    # OmegaConf's further lines name the key and its class.
+    text = str(error).split("\n", 1)[0] if isinstance(error, OmegaConfBaseException) else str(error)
+    return " ".join(text.split()) or type(error).__name__
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 # -- checking and building ---------------------------------------------------------------------------------------------------------
@@ -298,6 +322,10 @@ def _check_arguments(target: Callable[..., Any], arguments: dict[str, Any], wher
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters) and target is not Trainer
     name = getattr(target, "__name__", str(target))
     for key, value in arguments.items():
+        if not isinstance(key, str):
+            raise ConfigError(
+                f"{where} has the key {key!r}, which is no argument's name; write a name, or it in quotes"
+            )
         if key not in named and not takes_any:
             raise ConfigError(f"{where}.{key} is not known{advice(name, key, named, value)}")
     for key, one in named.items():
@@ -308,8 +336,9 @@ def _check_arguments(target: Callable[..., Any], arguments: dict[str, Any], wher
 def locate(target: Any, where: str) -> Callable[..., Any]:
     """Returns the class or function with the dotted name ``target``, found at key ``where``; raises :class:`ConfigError`."""
     words = target.split(".") if isinstance(target, str) else []
-    if len(words) < 2 or not all(word.isidentifier() for word in words):
-        raise ConfigError(f"{where}={target!r} is not a dotted name; write package.module.Class")
+    if not 2 <= len(words) <= _MOST_WORDS or not all(word.isidentifier() for word in words):
+        shown = _cut(target) if words else target
+        raise ConfigError(f"{where}={shown!r} is not a dotted name; write package.module.Class")
     found, rest = _import_longest(words, where)
     for word in rest:
         if not hasattr(found, word):

@@ -9,6 +9,7 @@ import pytest
 
 from fabricamp import ConfigError, DataModule, OptLevel, TrainingModule
 from fabricamp.callbacks import EarlyStopping
+from fabricamp.cli import main
 from fabricamp.config import build_parts, check_config, read_config
 
 BASE = """
@@ -244,3 +245,65 @@ def test_folders_of_import_from_are_taken_from_the_file_and_kept(folder, tmp_pat
     content = read(folder, "import_from=[../elsewhere]", "module._target_=parts_elsewhere.Net")
     assert content["import_from"] == [str(tmp_path / "elsewhere"), str(folder), str(tmp_path)]
     assert build_parts(content).module.width == 8
+
+
+ODD_VALUES = {
+    "a circle of mappings": ("{x: '${variables.b}'}, b: {y: '${variables.a}'}", "refers to itself in a circle"),
+    "a number of 5000 digits": ("9" * 5000, "value has 5000 digits"),
+    "a set": ("!!set {a, b}", "Value 'set' is not a supported"),
+    "null as a key": ("{null: 1}", "Incompatible key type 'NoneType'"),
+    "no date": ("!!timestamp 2026-99-99", "month must be in 1..12"),
+    "no number": ("!!int abc", "invalid literal for int()"),
+    "no truth": ("!!bool maybe", "maybe"),
+    "lists 3000 deep": ("[" * 3000 + "]" * 3000, "nested too deep"),
+    "a bad reference": ("'${'", "${"),
+}
+
+
+@pytest.mark.parametrize(("value", "message"), ODD_VALUES.values(), ids=ODD_VALUES)
+def test_odd_values_are_refused_in_one_line(folder, value, message, capsys):
+    text = BASE.replace("variables:\n", f"variables:\n  a: {value}\n".replace("}, b: ", "}\n  b: "))
+    (folder / "odd.yaml").write_text(text)
+    assert main(["fit", str(folder / "odd.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert (message in said, said.count("\n"), len(said) < 600) == (True, 1, True), said
+
+
+@pytest.mark.parametrize("depth", [100, 300, 1000, 5000])
+@pytest.mark.parametrize("write", [lambda n: f"variables.{'a.' * n}b=1", lambda n: f"variables.a={'[' * n}{']' * n}"])
+def test_a_deep_override_is_taken_or_refused_in_one_line(folder, depth, write, capsys):
+    code = main(["fit", str(folder / "config.yaml"), write(depth)])
+    said = capsys.readouterr().err
+    assert (code, said.count("\n"), len(said) < 600) == (2, 1, True), said
+    assert ("nested too deep" in said) or ("training_step" in said)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("ckpt_path=[]", "ckpt_path=[] is not a path; give that of a checkpoint"),
+        ("ckpt_path={a: 1}", "ckpt_path={'a': 1} is not a path"),
+        ("ckpt_path=3", "ckpt_path=3 is not a path"),
+        ("ckpt_path=true", "ckpt_path=True is not a path"),
+        ("ckpt_path=''", "ckpt_path='' is not a path"),
+        (f"ckpt_path={'a' * 300}", "is not there"),
+        ("ckpt_path=~nobody_of_this_name/x.ckpt", "is not there"),
+        ("module.inner={1: 2}", None),
+        (
+            "data.size={_target_: parts_of_config.Pair, left: 1, 2: 3}",
+            "data.size has the key 2, which is no argument's",
+        ),
+        ("data.size={_target_: parts_of_config.Pair, left: 1, true: 3}", "data.size has the key True, which is no"),
+        ("module.inner=!!set {a}", "the value cannot be read as YAML (Value 'set' is not a supported"),
+        ("module.inner={null: 1}", "the value cannot be read as YAML (Incompatible key type"),
+        ("module.inner=${", "the value cannot be read as YAML (no viable alternative"),
+        (f"seed={'9' * 5000}", "value has 5000 digits"),
+        ('import_from=["\\0"]', "import_from=['\\x00'] has a folder that no path can name"),
+        (f"module._target_={'a.' * 5000}b", "is not a dotted name"),
+    ],
+)
+def test_odd_overrides_are_refused_in_one_line(folder, override, message, capsys):
+    code = main(["fit", str(folder / "config.yaml"), override])
+    said = capsys.readouterr().err
+    assert (code, said.count("\n"), len(said) < 800) == (2, 1, True), said
+    assert (message or "training_step") in said

@@ -222,7 +222,9 @@ def nearby_checkpoints(path: str) -> str:
     """Returns ``"; there are A, B"`` with the newest checkpoints in and below the folder of ``path``; empty if there are none."""
     if is_remote(path):
         return ""
-    parents = Path(path).expanduser().absolute().parents
+    with contextlib.suppress(RuntimeError):  # the home of a user who does not exist
+        path = str(Path(path).expanduser())
+    parents = Path(path).absolute().parents
     folder = next(ancestor for ancestor in parents if ancestor.is_dir())
     found: list[tuple[float, str]] = []
     for depth in range(_NEARBY_DEPTH):
