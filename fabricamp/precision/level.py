@@ -24,6 +24,7 @@ from fabricamp.precision.boundary import Boundary, InsideStep, OutsideStep, is_o
 from fabricamp.precision.casting import bounded, cast_floating, check_autocast, check_full_weights, convert
 from fabricamp.precision.loss_scaler import LossScaler
 from fabricamp.precision.master_weights import MasterWeights
+from fabricamp.precision.mixed_dtypes import explained
 from fabricamp.precision.opt_levels import resolve
 from fabricamp.precision.step_results import StepResults
 from fabricamp.precision.update_plan import FusedPlan, ScaledStages, Scaling, Stages, UpdatePlan, is_own
@@ -370,7 +371,21 @@ class OptLevel(Precision):
         """Runs the user's step under autocast, or with the half module's boundary hooks armed."""
         self._full.round_edits()
         with self._autocast, self._inside:
-            return step(*args)
+            try:
+                return step(*args)
+            except RuntimeError as error:
+                explanation = self._explained(error)
+                if explanation is None:
+                    raise
+                raise explanation from error
+
+    def _explained(self, error: RuntimeError) -> ConfigError | None:
+        """Returns the error in place of ``error``, if the step mixed half weights with the fp32 values that modules return."""
+        level, module = self.level, self._full.module
+        gives_fp32 = not level.whole_step and level.cast_model_outputs in (None, torch.float32)
+        if module is None or level.cast_model_type not in HALF_DTYPES or not gives_fp32:
+            return None
+        return explained(error, module, [bounded for bounded, _ in self._bounded], level)
 
     def backward(
         self, loss: Tensor, loss_id: int = 0, run: Callable[..., object] = Tensor.backward, **options: Any

@@ -97,6 +97,10 @@ def logs_a_vector(self, batch, batch_idx):
     return of_the_first_batch(self, batch)
 
 
+def with_its_weight(self, batch, batch_idx):
+    return torch.nn.functional.linear(batch[0][:1], self.net.weight)
+
+
 def logs_nan(self, batch, batch_idx):
     loss = of_the_first_batch(self, batch) * torch.nan
     self.log("loss", loss)
@@ -126,6 +130,9 @@ ERRORS = {
     "a ReduceLROnPlateau scheduler needs 'monitor'": lambda: fit(changed(configure_optimizers=with_plateau)()),
     "found no metric": lambda: fit(Narrow(), callbacks=EarlyStopping("val_los")),
     "a logged value has one element": lambda: fit(changed(training_step=logs_a_vector)()),
+    "mixes fp32 values with half weights": lambda: fit(
+        type("M", (Narrow,), {"training_step": with_its_weight})(), precision="O5"
+    ),
     "the gradients were not finite": lambda: fit(Linear(), loader(80), nan_policy="raise"),
     "there is no checkpoint": lambda: quiet_trainer(max_epochs=1).fit(M(), loader(16), ckpt_path="nix.ckpt"),
     "no ModelCheckpoint has saved one yet": lambda: quiet_trainer(
