@@ -1,4 +1,7 @@
-"""Renders benchmarks/results/*.json and notes.md as docs/performance.md: ``python benchmarks/render.py``."""
+"""Renders benchmarks/results/*.json and notes.md as docs/performance.md: ``python benchmarks/render.py``.
+
+Results of code that was replaced since are in benchmarks/results/earlier, and become benchmarks/results/earlier.md.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,18 @@ from benchmarks import rounds, summary
 HERE = Path(__file__).parent
 HEAD = """# Performance
 
-A script in `benchmarks/` measured every figure; its result is in `benchmarks/results/`, and `make docs` writes this page from
-these files. The figures of a row were measured in one run. Compare their ratio: the absolute times are those of one machine.
-[The last section](#what-falls-short-and-why) lists the targets that were missed."""
+The table shows what the Trainer costs, and what its parts gain, beside torch and Lightning. The figures of a row were measured in
+one run, on the machine and the day in its last column. Compare their ratio: the absolute times are those of one machine."""
+ABOUT = """- **Where it gains little or nothing**, and the targets that were missed: [the last section](#what-falls-short-and-why).
+- The same as pictures: [charts.md](charts.md). How to make your own step faster: [speed.md](how-to/speed.md). `fabricamp bench`
+  measures it.
+- A script in `benchmarks/` measured every figure; its result is in `benchmarks/results/`, and `make docs` writes this page from
+  these files. Results of code that was replaced since, and revisions beside each other:
+  [earlier.md](../benchmarks/results/earlier.md)."""
+EARLIER = """# Earlier code
+
+Results of code that was replaced since, and of revisions beside each other: they are kept as measured. What holds today:
+[performance.md](../../docs/performance.md)."""
 
 
 def facts(result, *names):
@@ -66,8 +78,8 @@ def overhead_trees(result):
     head = ["one process on CPU, one thread", "step", "us before", "us now", "now / before"]
     at_once = "; all rounds ran at once, each on a core of its own" if result["rounds_at_once"] else ""
     about = (
-        "The steps of the tables below, in the tree before the agenda of the loop and in this one: four processes a round, in the\n"
-        f"order before, now, now, before{at_once}. Medians with quartiles; a ratio is that of the two sums of a round."
+        "Steps of `benchmarks/overhead.py`, in the tree before the agenda of the loop and in this one: four processes a round, in\n"
+        f"the order before, now, now, before{at_once}. Medians with quartiles; a ratio is that of the two sums of a round."
     )
     return f"## What a step costs on the host beside an earlier tree, {result['cores']} cores\n\n{about}\n\n{table(head, rows)}"
 
@@ -630,7 +642,8 @@ def against_goals(result):
         "everything on: bar, logger, checkpoint callback, a logged value. The losses are means of steps 100 to 200, or of those\n"
         "that are named."
     )
-    return f"{about}\n\n{table([*columns, 'loss by hand', 'of the Trainer'], lines)}"
+    heading = f"## A whole step by hand and with the Trainer, each at its fastest, {result['device']}"
+    return f"{heading}\n\n{about}\n\n{table([*columns, 'loss by hand', 'of the Trainer'], lines)}"
 
 
 def measured_most(numbers, side):
@@ -763,24 +776,41 @@ def by_fabricamp(text):
     return re.sub(r"\bours?\b", "fabricamp", text)
 
 
-def main():
-    paths = sorted((HERE / "results").glob("*.json"), reverse=True)
-    results = {path.name: json.loads(path.read_text()) for path in paths}
-    parts = [HEAD]
-    for name, result in results.items():
-        # Results of earlier versions have no losses.
-        if name.startswith("fastest-") and any(row.get("losses") for row in result["rows"]):
-            parts.append(by_fabricamp(against_goals(result)))
-    if rows := summary.rows_of(results):
-        parts.append(table(summary.HEAD, rows))
+def results_in(folder):
+    """Returns the results of a folder by file name, without those of the folders in it."""
+    return {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"), reverse=True)}
+
+
+def sections(results):
+    """Returns the section of each result, followed by how it was measured."""
+    parts = []
     for name, result in results.items():
         parts.append(by_fabricamp(section(name, result)))
         parts.append(
             # Ways that were called "ours" when a result was measured have the package's name now.
             f"`{by_fabricamp(result['command'])}`, {facts(result, 'processor', 'cores', 'device', 'torch', 'python', 'date')}\n"
         )
-    parts.append((HERE / "results" / "notes.md").read_text())
-    (HERE.parent / "docs" / "performance.md").write_text("\n\n".join(parts).rstrip() + "\n")
+    return parts
+
+
+def main():
+    results = results_in(HERE / "results")
+    parts = [HEAD]
+    if rows := summary.rows_of(results):
+        parts.append(table(summary.HEAD, rows))
+    parts.append(ABOUT)
+    for name, result in results.items():
+        # Results of earlier versions have no losses.
+        if name.startswith("fastest-") and any(row.get("losses") for row in result["rows"]):
+            parts.append(by_fabricamp(against_goals(result)))
+    write(HERE.parent / "docs" / "performance.md", [*parts, *sections(results)], HERE / "results" / "notes.md")
+    earlier = HERE / "results" / "earlier"
+    if earlier.exists():
+        write(HERE / "results" / "earlier.md", [EARLIER, *sections(results_in(earlier))], earlier / "notes.md")
+
+
+def write(page, parts, notes):
+    page.write_text("\n\n".join([*parts, notes.read_text()]).rstrip() + "\n")
 
 
 if __name__ == "__main__":

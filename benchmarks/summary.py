@@ -126,10 +126,10 @@ def gpu_and_wall(row):
 
 
 def where(result):
-    """Returns the card or the processor, and torch's version."""
+    """Returns the card or the processor, torch's version, and the day."""
     card = result.get("device") or f"{result['cores']} CPU cores"
     cards = f"{result['ranks']} x {card}" if "ranks" in result else card
-    return f"{cards}, torch {result['torch']}"
+    return f"{cards}, torch {result['torch']}, {result['date']}"
 
 
 KINDS = {

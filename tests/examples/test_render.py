@@ -293,11 +293,28 @@ def test_the_page_has_what_there_is(tmp_path, monkeypatch):
 def test_the_page_is_that_of_the_results(tmp_path, monkeypatch):
     page = render.HERE.parent / "docs" / "performance.md"
     here = tmp_path / "benchmarks"
-    shutil.copytree(render.HERE / "results", here / "results")
+    shutil.copytree(render.HERE / "results", here / "results", ignore=shutil.ignore_patterns("earlier.md"))
     (tmp_path / "docs").mkdir()
     monkeypatch.setattr(render, "HERE", here)
     render.main()
     assert page.read_text() == (tmp_path / "docs" / "performance.md").read_text(), "results have changed: make docs"
+    earlier = (render.HERE / "results" / "earlier.md").read_text()
+    assert earlier == (here / "results" / "earlier.md").read_text(), "results have changed: make docs"
+
+
+def test_results_of_replaced_code_are_on_their_own_page(tmp_path, monkeypatch):
+    here = tmp_path / "benchmarks"
+    (here / "results" / "earlier").mkdir(parents=True)
+    (tmp_path / "docs").mkdir()
+    for folder in ("results", "results/earlier"):
+        (here / folder / "notes.md").write_text(f"## Notes of {folder}\n")
+    (here / "results" / "earlier" / "norms-card.json").write_text(json.dumps(ABOUT | {"rows": []}))
+    monkeypatch.setattr(render, "HERE", here)
+    render.main()
+    assert "Norms" not in (tmp_path / "docs" / "performance.md").read_text()
+    earlier = (here / "results" / "earlier.md").read_text()
+    assert "## Norms and cross-entropy on a card" in earlier
+    assert earlier.endswith("## Notes of results/earlier\n")
 
 
 def test_the_page_opens_with_one_table_and_names_no_section_twice():
@@ -306,6 +323,7 @@ def test_the_page_opens_with_one_table_and_names_no_section_twice():
     assert len(titles) == len(set(titles))
     assert titles[-1] == "What falls short, and why"
     opening = text[: text.index("\n## ")]
+    assert opening.index("| what") < 500
     assert "| what | fabricamp | compared with | on |" in opening
     for part in (
         "hand-written loop",
@@ -318,9 +336,10 @@ def test_the_page_opens_with_one_table_and_names_no_section_twice():
     ):
         assert part in opening, part
     assert not re.search(r"\bgoals?\b|\bours?\b", text)
+    assert not re.search(r"^## .*(Two revisions|earlier tree|before ranks)", text, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("file", sorted((render.HERE / "results").glob("*.json")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted((render.HERE / "results").rglob("*.json")), ids=lambda file: file.stem)
 def test_each_result_has_its_renderer(file):
     page = render.RENDERERS[file.name.partition("-")[0]](json.loads(file.read_text()))
     assert page.startswith("## ")
