@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from fabricamp.precision.base import Clip
     from fabricamp.precision.update_plan import UpdatePlan
 
-_LOOKS: Final = 5
-"""Updates before which half weights are compared with their masters; on a GPU the host learns the result in a later one."""
+_FIRST_LOOKS: Final = 5
+"""The first updates of a fit, before each of which half weights are compared with their masters; later before each flush's."""
 
 
 class Update:
@@ -82,7 +82,8 @@ class Update:
         self._drops_at_epoch_end = settings.partial_window == "drop"
         self._offset = 1  # an accumulation ends where (batch_idx + _offset) % _accumulate == 0
         self._batch_complete = True  # False from a micro-batch's backward to its end
-        self._looks = _LOOKS
+        self._first_looks = _FIRST_LOOKS
+        self._next_look: float = 0
         self._optimizer = parts.optimizers[0] if parts.optimizers and automatic else None
         self.plan: UpdatePlan | None = None
         """The update of the optimizer; None in manual optimization and without an optimizer."""
@@ -416,10 +417,20 @@ class Update:
         )
 
     def _look_for_unseen_edits(self) -> None:
-        """Refuses edits of half weights that masters would not see, in a fit's first updates: most programs edit in every step."""
-        if self._looks:
-            self._looks -= 1
+        """Refuses edits of half weights that masters would not see; most programs edit in every step."""
+        if self._state.global_step >= self._next_look:
+            self._note_look()
             self._parts.precision.take_edits(look=True)
+
+    def _note_look(self) -> None:
+        """Sets the step before which half weights are compared with their masters the next time."""
+        step = self._state.global_step
+        every = self._parts.settings.log_every_n_steps
+        self._first_looks -= 1
+        if self._first_looks > 0:
+            self._next_look = step + 1
+        else:
+            self._next_look = (step // every + 1) * every if every else math.inf
 
     def _launch_shown_update(self, plan: UpdatePlan, loss: Tensor | None, batch_idx: int) -> None:
         """Launches an update before which hooks or overridden methods see the gradients: unscaled, in ``.grad``."""

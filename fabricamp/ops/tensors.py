@@ -85,6 +85,23 @@ def accumulate(
         destination.add_(wide if multiplier is None else wide * multiplier)
 
 
+@torch.no_grad()
+def note_differences(sources: Sequence[Tensor], rounded: Sequence[Tensor], flags: Tensor) -> None:
+    """Writes 1 into ``flags[i]`` (int32) if an element of ``rounded[i]`` is not that of ``sources[i]`` in its dtype, else 0.
+
+    A nan equals a nan.
+    """
+    flags.zero_()
+    if not sources:
+        return
+    if runs_kernels(sources[0].device):
+        table_of(sources, rounded).launch("differences", "note_differences", flags, first_written=2)
+        return
+    for index, (source, one) in enumerate(zip(sources, rounded, strict=True)):
+        own = source.to(one.dtype)
+        flags[index] = ((own != one) & ~(own.isnan() & one.isnan())).any()
+
+
 def _factor(value: Tensor | float, device: torch.device) -> tuple[Tensor | None, float]:
     """Returns a factor as kernel arguments: an fp32 tensor in device memory and 1.0, or None and the number."""
     if isinstance(value, torch.Tensor):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fabricamp._utils.keywords import NamesKeywords
@@ -12,7 +14,7 @@ from fabricamp.gradients.flat import IN_PLACE, Gradients
 from fabricamp.precision.update_plan import Stages, StepPlan, UpdatePlan, is_own
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import nn
     from torch.optim import Optimizer
@@ -161,6 +163,19 @@ class Precision(NamesKeywords):
 
     def note_restored_weights(self) -> None:
         """Notes that weights and their fp32 masters were written together, from an earlier state: neither was edited."""
+
+    @contextlib.contextmanager
+    def fp32_values(self, module: nn.Module) -> Iterator[dict[str, Tensor]]:
+        """Yields the parameters of ``module`` by name, to be edited in place, without gradients: masters where there are some.
+
+        At the end of the block edited masters are rounded into their half weights.
+
+        >>> net = torch.nn.Linear(2, 1)
+        >>> with Precision().fp32_values(net) as values:
+        ...     _ = values["weight"].clamp_(-0.05, 0.05)
+        """
+        with torch.no_grad():
+            yield dict(module.named_parameters())
 
     def refresh_masters(self) -> None:
         """Lets the masters take every element of the module's weights that was changed, also through ``.data``."""

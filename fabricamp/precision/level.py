@@ -30,7 +30,7 @@ from fabricamp.precision.step_results import StepResults
 from fabricamp.precision.update_plan import FusedPlan, ScaledStages, Scaling, Stages, UpdatePlan, is_own
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch.optim import Optimizer
@@ -453,6 +453,15 @@ class OptLevel(Precision):
     def note_restored_weights(self) -> None:
         """Notes that weights and their fp32 masters were written together, from an earlier state: neither was edited."""
         self._full.note()
+
+    @contextlib.contextmanager
+    def fp32_values(self, module: nn.Module) -> Iterator[dict[str, Tensor]]:
+        """Yields the parameters of ``module`` by name, to be edited in place, without gradients: the fp32 values of half weights.
+
+        At the end of the block these are rounded into the half weights, which must not be edited meanwhile.
+        """
+        with self._full.editable(module) as values:
+            yield values
 
     def refresh_masters(self) -> None:
         """Lets the masters take every element of the module's weights that was changed, also through ``.data``.

@@ -178,7 +178,7 @@ class LossScaler:
     @property
     def is_lowest(self) -> bool:
         """Whether the scale in the last status that was read cannot fall any further."""
-        return self.known.scale <= self._floor
+        return bool(self.known.scale <= self._floor)
 
     def closing(self) -> ops.ScaleRule:
         """Returns the rule for an optimizer step that also finishes the training step; :meth:`launch_close` then does nothing.

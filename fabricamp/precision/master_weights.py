@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fabricamp import ops
 from fabricamp.errors import ConfigError
 from fabricamp.ops.uploads import is_capturing
-from fabricamp.torch_private import stream_in_use
+from fabricamp.precision.unseen_edits import UnseenEdits
 
 if TYPE_CHECKING:
     from fabricamp._utils.types import StateDict
@@ -72,12 +73,11 @@ class MasterWeights:
         """How much the counters of all half weights have moved since ``_half_versions``, by updates."""
         self.module: nn.Module | None = None
         """The converted module, for messages."""
-        self._found: tuple[Tensor, torch.cuda.Event] | None = None
-        """Which half weights differ from their masters, on its way to the host."""
+        self._unseen = UnseenEdits()
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state without what belongs to a fit that is under way."""
-        return {**self.__dict__, "module": None, "_found": None}
+        return {**self.__dict__, "module": None, "_unseen": UnseenEdits()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores the state, also one from a pickle of an earlier version, which has fewer attributes."""
@@ -194,42 +194,30 @@ class MasterWeights:
 
     @torch.no_grad()
     def look_for_unseen_edits(self) -> None:
-        """Compares half weights with their masters, which agree unless an edit moved no version counter (through ``.data``).
+        """Compares half weights with their masters, which agree unless an edit moved no version counter.
 
         Raises :class:`ConfigError` if they differ: at once on a CPU, else in a later call, when the device has compared them.
         """
         if not self._halves or is_capturing(self._halves[0].device):
             return
-        if self._found is not None:
-            flags, event = self._found
-            if event.query():
-                self._found = None
-                self._check_found(flags)
-            return
-        pairs = zip(self._halves, self._masters, strict=True)
-        differs = torch.stack([_differs(half.detach(), master.detach()) for half, master in pairs])
-        if not differs.is_cuda:
-            self._check_found(differs)
-            return
-        flags = torch.empty(differs.shape, dtype=differs.dtype, device="cpu", pin_memory=True)
-        flags.copy_(differs, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(stream_in_use(differs.device))
-        self._found = flags, event
+        self._refuse_unseen_edit()
+        self._unseen.begin(self._halves, self._masters)
+        self._refuse_unseen_edit()
 
-    def _check_found(self, flags: Tensor) -> None:
-        found = flags.tolist()
-        if True not in found:
+    def _refuse_unseen_edit(self) -> None:
+        index = self._unseen.found()
+        if index is None:
             return
-        edited = self._halves[found.index(True)]
+        edited = self._halves[index]
         names = (
             {} if self.module is None else {id(parameter): name for name, parameter in self.module.named_parameters()}
         )
         name = names.get(id(edited), "of a module")
         raise ConfigError(
             f"the half weight {name!r} differs from its rounded fp32 master, by an edit that no version counter shows (through "
-            ".data, or by a kernel), and updates drop such edits; edit under torch.no_grad() without .data, or call "
-            "self.trainer.precision_plugin.refresh_masters() after each"
+            ".data, or by a kernel), and updates drop such edits; edit under torch.no_grad() without .data, or the fp32 values in "
+            "`with self.trainer.precision_plugin.fp32_values(self)`, or call self.trainer.precision_plugin.refresh_masters() "
+            "after each"
         )
 
     @torch.no_grad()
@@ -240,6 +228,33 @@ class MasterWeights:
             full.version = -1
             self.checked(tensor, full)
         self.note()
+
+    @contextlib.contextmanager
+    def editable(self, module: nn.Module) -> Iterator[dict[str, Tensor]]:
+        """Yields the fp32 values of the parameters of ``module`` by name, and rounds them into half weights at the end."""
+        self.settle()
+        values: dict[str, Tensor] = {}
+        copies: list[tuple[Tensor, FullValue, Tensor]] = []
+        for name, parameter in module.named_parameters():
+            full = self.full_values.get(parameter)
+            if full is None:
+                values[name] = parameter
+            elif full.is_master:
+                values[name] = full.value
+            else:
+                values[name] = self.checked(parameter, full).to(parameter.device, copy=True)
+                copies.append((parameter, full, values[name]))
+        with torch.no_grad():
+            try:
+                yield values
+            finally:
+                # All masters: an edit through their .data moves no version counter.
+                round_to(self._masters, self._halves)
+                for tensor, full, value in copies:
+                    tensor.copy_(value)
+                    full.value.copy_(value)
+                    full.version = tensor._version
+                self.note()
 
     def in_state(self, module: nn.Module, state: StateDict, *, written: bool = True) -> StateDict:
         """Returns ``state`` with fp32 values instead of rounded ones; ``written`` False leaves out tensors written since."""
@@ -284,7 +299,7 @@ class MasterWeights:
         self.full_values.clear()
         self._halves.clear()
         self._masters.clear()
-        self._found = None
+        self._unseen = UnseenEdits()
         self.module = None
         self.note()
         for handle in self.handles:
@@ -355,12 +370,6 @@ def with_changed(half: Tensor, full: Tensor) -> Tensor:
     """Returns ``full`` with the elements of ``half`` that differ from the rounded ``full``."""
     half = half.to(full.device)
     return torch.where(full.to(half.dtype) == half, full, half.to(full.dtype))
-
-
-def _differs(half: Tensor, full: Tensor) -> Tensor:
-    """Returns whether an element of ``half`` differs from the rounded ``full``, on the device; nan differs from nothing."""
-    rounded = full.to(half.dtype)
-    return ((rounded != half) & ~(rounded.isnan() & half.isnan())).any()
 
 
 @torch.no_grad()

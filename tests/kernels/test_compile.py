@@ -18,6 +18,7 @@ KINDS = {
     "adam": HALF_UPDATES,
     "copies": [],
     "cross_entropy": [],
+    "differences": [(F, H), (F, B), (D, H)],
     "ema": [(F, F), (H, F), (B, F), (D, D), (H, H)],
     "finish": [],
     "flat_casts": [],

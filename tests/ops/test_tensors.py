@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fabricamp import ops
+from fabricamp.ops.tensors import note_differences
 from tests.cuda_on_cpu.compiler import references
 from tests.ops.lists import FLOATS, all_pairs, assert_near, tensors
 
@@ -91,3 +92,21 @@ def test_copy_cast_rounds_as_torch_does(kernel_device, dtype):
     ops.copy_cast(masters, halves)
     for half, master in zip(halves, masters, strict=True):
         torch.testing.assert_close(half, master.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_differences_are_noted_by_row(kernel_device, dtype):
+    special = torch.tensor([0.0, -0.0, 65504.0, 65520.0, 1e-8, 6e-8, float("inf"), float("nan"), 1e38])
+    masters = [special.to(kernel_device), *tensors(kernel_device), torch.zeros(0, device=kernel_device)]
+    rounded = [one.to(dtype) for one in masters]
+    flags = torch.full((len(masters),), 7, dtype=torch.int32, device=kernel_device)
+    note_differences(masters, rounded, flags)
+    assert flags.tolist() == [0] * len(masters)
+    for row, master in enumerate(masters):
+        for element in {0, master.numel() - 1} if master.numel() else ():
+            place = tuple(map(int, torch.unravel_index(torch.tensor(element), master.shape)))
+            edited = [one.clone() for one in rounded]
+            edited[row][place] = 2.5
+            note_differences(masters, edited, flags)
+            assert flags.tolist() == [int(index == row) for index in range(len(masters))]
+    note_differences([], [], flags[:0])

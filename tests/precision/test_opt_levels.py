@@ -171,7 +171,7 @@ def test_the_face_of_a_precision_is_small():
     """A name is added here on purpose: each is one more that a plug-in has to know."""
     of_a_module = {"convert_module", "convert_input", "forward", "notes", "slowness"}
     of_an_update = {"setup_optimizers", "gradients", "plan", "backward", "step"}
-    of_edits = {"note_restored_weights", "refresh_masters", "take_edits"}
+    of_edits = {"fp32_values", "note_restored_weights", "refresh_masters", "take_edits"}
     of_an_update_outside_of_a_graph = {"splits_steps", "prepare_step", "step_prepared"}
     of_a_run = {"name", "check_strategy", "state_dict", "load_state_dict", "verdicts"}
     face = {name for name in dir(Precision) if not name.startswith("_")}

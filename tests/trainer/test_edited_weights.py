@@ -180,6 +180,80 @@ def test_edits_through_data_are_refused_with_parameter_and_cure(level, make):
     assert trainer.global_step == 1
 
 
+class EditsLate(Critic):
+    """Edits through ``.data`` from its 8th step on."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx >= 7:
+            super().on_train_batch_end(outputs, batch, batch_idx)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_edits_through_data_that_begin_late_are_found_at_a_flush(level):
+    trainer = quiet_trainer(max_epochs=1, precision=LEVELS[level][0], log_every_n_steps=10)
+    with pytest.raises(ConfigError, match="'net.weight' differs from its rounded fp32 master"):
+        trainer.fit(EditsLate(".data"), batches(40))
+    assert trainer.global_step == 10
+    trainer = quiet_trainer(max_epochs=1, precision=LEVELS[level][0], log_every_n_steps=0)
+    trainer.fit(EditsLate(".data"), batches(40))
+
+
+class Decays(TrainingModule):
+    """Shrinks its weights by less than half a unit in the last place of a half weight, where the option says."""
+
+    def __init__(self, where, make):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Linear(8, 2)
+        self.frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+        self.where = where
+        self.make = make
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.mse_loss(self.net(x), y)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.where == "param_groups":
+            for value in owned(self.trainer.optimizers[0]):
+                value.mul_(1 - 2**-14)
+            return
+        with self.trainer.precision_plugin.fp32_values(self) as values:
+            assert list(values) == ["frozen", "net.weight", "net.bias"]
+            for name in ("net.weight", "net.bias"):
+                (values[name].data if self.where == "values, .data" else values[name]).mul_(1 - 2**-14)
+            values["frozen"].mul_(2)
+        assert torch.equal(self.frozen.float(), torch.full((3,), 2.0 ** (batch_idx + 1)))
+
+    def configure_optimizers(self):
+        return self.make(self.net.parameters())
+
+
+@pytest.mark.parametrize("make", [sgd, fused_adam])
+@pytest.mark.parametrize("where", ["values", "values, .data"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5", "32-true", "bf16-mixed"])
+def test_fp32_values_take_edits_that_half_weights_round_away(level, where, make):
+    def trained(where):
+        module = Decays(where, make)
+        precision = LEVELS[level][0] if level in LEVELS else OptLevel("O1", loss_scale=64.0) if level == "O1" else level
+        quiet_trainer(max_epochs=1, precision=precision).fit(module, batches())
+        return module.net
+
+    ours, expected, without = trained(where), trained("param_groups"), Critic("nowhere", make)
+    quiet_trainer(max_epochs=1, precision=level if level not in LEVELS else LEVELS[level][0]).fit(without, batches())
+    for one, other, plain in zip(*(net.parameters() for net in (ours, expected, without.net)), strict=True):
+        assert torch.equal(one, other)
+        assert not torch.equal(one, plain)
+
+
+@pytest.mark.parametrize("level", ["O3", "16-true", "bf16-true", "64-true"])
+def test_fp32_values_are_the_weights_where_there_are_no_masters(level):
+    module = Decays("values", sgd)
+    quiet_trainer(max_epochs=1, precision=level).fit(module, batches())
+    assert torch.equal(module.frozen.float(), torch.full((3,), 256.0))
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4", "bf16-true"])
 def test_edits_through_data_are_right_without_masters(level):
     module = Critic(".data")

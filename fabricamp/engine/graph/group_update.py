@@ -113,7 +113,7 @@ class GroupUpdate(GraphUpdate):
     def _launch_group(self, key: Key, batches: list[Batch], batch_idx: int) -> bool:
         """Launches the steps of ``batches`` together; returns whether that was possible."""
         self._check_optimizer()
-        self._parts.precision.take_edits()
+        self._take_edits()
         views = list(map(self._view, batches))
         group = self._group_for(key, views)
         if group is None:

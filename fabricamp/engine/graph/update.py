@@ -116,8 +116,6 @@ class GraphUpdate(Update):
         self._handed: list[tuple[Tensor, Tensor | None]] = []
         self._handed_loss: Tensor | None = None
         super().__init__(parts)
-        # Eager steps before a capture run in the graphs' memory, of which a comparison of all weights would take some.
-        self._looks = 0
         options = session.settings.cuda_graph
         assert options is not None
         self._options = options
@@ -169,7 +167,7 @@ class GraphUpdate(Update):
     def run_batch(self, batch: Batch, batch_idx: int, last: bool) -> Output:
         """Runs a micro-batch, as a replay if there is a graph for its shape and role."""
         self._check_optimizer()
-        self._parts.precision.take_edits()  # a replay begins with no call of the precision
+        self._take_edits()
         role = Role(self._accumulate, self.loss is None, self._ends_accumulation(batch_idx, last))
         view = batch
         if self._options.hook_entries and not self.why_eager:
@@ -647,6 +645,14 @@ class GraphUpdate(Update):
             return None
         step.log_replay.table.bank.copy_(logged)
         return NotCapturableError(f"a replay differs bitwise from an eager step, first in {difference}")
+
+    def _take_edits(self) -> None:
+        """Lets masters take edits of their weights, as an eager update does: a replay begins with no call of the precision."""
+        # Here, not in the update of an eager step, which runs in the graphs' memory: the comparison keeps some memory for good.
+        is_due = self._state.global_step >= self._next_look
+        if is_due:
+            self._note_look()
+        self._parts.precision.take_edits(look=is_due)
 
     def _run_instead(self, why: Exception, batch: Batch, batch_idx: int, last: bool, key: Key) -> Output:
         """Runs a micro-batch eagerly after a failed capture or a wrong replay, whose effects the caller has undone."""
