@@ -24,6 +24,7 @@ MORE = {
     "verify": "What it does, and what makes runs differ: [reliability.md](reliability.md#faults), at its end.",
     "export": "In Python, and each format: [export.md](how-to/export.md).",
     "doctor": "Its exit code is 1 if something is broken.",
+    "help": "Messages name these pages. On a terminal a page is shown in the pager (`PAGER`), elsewhere as Markdown.",
 }
 
 

@@ -31,7 +31,7 @@ RUNS = {
     "test": "run the test loop once",
     "predict": "run predict_step over the data and save its outputs as predictions.pt beside the logs",
 }
-COMMANDS = (*RUNS, "bench", "plot", "runs", "verify", "export", "doctor")
+COMMANDS = (*RUNS, "bench", "plot", "runs", "verify", "export", "doctor", "help")
 
 OVERVIEW = """\
 A PyTorch trainer.  A run is described by a YAML file:
@@ -70,6 +70,7 @@ examples:
   fabricamp export fabricamp_logs/version_0/checkpoints/epoch=19-step=400.ckpt --to weights.safetensors
   fabricamp doctor
   fabricamp doctor --measure                          (on a GPU that the package has no measurements of)
+  fabricamp help slow-data                            (a page of the documentation; without a word, the list of them)
 
 exit codes: 0 done, 2 a mistake in the command or the configuration, 1 any other failure, 130 after Ctrl-C
 """
@@ -106,9 +107,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "--measure alone" if options.command == "doctor" else f"what `fabricamp {options.command} --help` shows"
             )
             parser.error(f"{options.command} takes {taken}, given: {' '.join(unknown)}")
-        return {"plot": _plot, "runs": _list_runs, "verify": _verify, "export": _export, "doctor": _doctor}[
-            options.command
-        ](options)
+        commands = {
+            "plot": _plot,
+            "runs": _list_runs,
+            "verify": _verify,
+            "export": _export,
+            "doctor": _doctor,
+            "help": _show_page,
+        }
+        return commands[options.command](options)
     except (ConfigError, CheckpointError) as error:
         return _explain(error)
     except KeyboardInterrupt:
@@ -156,6 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_export(commands)
     _add_doctor(commands)
+    _add_help(commands)
     return parser
 
 
@@ -181,6 +189,19 @@ def _add_doctor(commands: Any) -> None:
         action="store_true",
         help="first compare kernels with torch's operations on the GPUs here (minutes), and keep which are faster",
     )
+
+
+def _add_help(commands: Any) -> None:
+    about = "show a page of the documentation; without a topic, list the pages"
+    _add_command(commands, "help", about).add_argument("topic", nargs="?", metavar="TOPIC", help="such as slow-data")
+
+
+def _show_page(options: argparse.Namespace) -> int:
+    from fabricamp.commands.pages import show
+
+    with _reader_may_leave():
+        show(options.topic)
+    return 0
 
 
 class _RunHelp(argparse.Action):

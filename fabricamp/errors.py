@@ -128,9 +128,13 @@ def reworded(error: FabricampError, message: str, family: type[FabricampError] |
     return result
 
 
+_CLOSE = 0.65
+"""How alike two names have to be for a guess: one of three letters may differ (``dpp``), ``num_worker`` is not ``num_nodes``."""
+
+
 def nearest(given: object, known: Iterable[str]) -> str:
     """Returns ``"; did you mean 'name'?"`` for the known name nearest to ``given``, or "" if none is similar."""
-    matches = difflib.get_close_matches(str(given), sorted(known), n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(str(given), sorted(known), n=1, cutoff=_CLOSE)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 

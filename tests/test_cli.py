@@ -348,3 +348,24 @@ def test_a_command_shows_its_own_examples(command, capsys):
     assert shown
     assert all(line.startswith(f"  fabricamp {command} config.yaml") for line in shown)
     assert "exit codes: 0 done" in out
+
+
+def test_help_shows_the_pages_that_messages_name(capsys):
+    package = Path(fabricamp.__file__).parent
+    named = set()
+    for file in package.rglob("*.py"):
+        named.update(re.findall(r"fabricamp help ([a-z][\w-]*)", file.read_text()))
+    assert {"from-lightning", "from-apex"} <= named
+    for topic in sorted(named):
+        assert main(["help", topic]) == 0
+        assert capsys.readouterr().out.startswith("# ")
+    assert main(["help"]) == 0
+    listed = capsys.readouterr().out
+    assert re.search(r"^slow-data +Slow data$", listed, re.MULTILINE)
+    assert main(["help", "slow-dat"]) == 2
+    assert "there is no page on 'slow-dat'; did you mean 'slow-data'?" in capsys.readouterr().err
+
+
+def test_no_message_names_a_file_that_only_a_clone_has():
+    for file in Path(fabricamp.__file__).parent.rglob("*.py"):
+        assert not re.search(r"\(docs/[\w-]+\.md\)[\"']", file.read_text()), file

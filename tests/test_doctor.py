@@ -48,11 +48,11 @@ def test_every_failure_has_a_cure():
 def test_what_is_broken_decides_the_exit_code(monkeypatch, capfd):
     # Wide enough that no line is wrapped; rich must not take an extra's name in brackets for a style.
     monkeypatch.setenv("COLUMNS", "160")
-    found = [Check("CuPy", "not there", "broken", "pip install 'fabricamp[cuda13]'"), Check("x", "y", "not here")]
+    found = [Check("CuPy", "not there", "broken", "pip install cupy-cuda13x"), Check("x", "y", "not here")]
     monkeypatch.setattr(doctor, "examine", lambda: found)
     assert main(["doctor"]) == 1
     out = capfd.readouterr().out
-    assert "pip install 'fabricamp[cuda13]'" in out
+    assert "pip install cupy-cuda13x" in out
     assert "1 broken" in out
 
 
@@ -65,15 +65,15 @@ def test_torch_versions(version, status):
     ("packages", "cuda", "failure", "status", "cure"),
     [
         ({}, None, "", "not here", ""),
-        ({}, "13.0", "", "not here", "fabricamp[cuda13]"),
-        ({}, "12.8", "", "not here", "fabricamp[cuda12]"),
+        ({}, "13.0", "", "not here", "cupy-cuda13x"),
+        ({}, "12.8", "", "not here", "cupy-cuda12x"),
         ({"cupy-cuda13x": "14.2"}, "13.0", "", "ok", ""),
         (
             {"cupy-cuda12x": "14.2"},
             "13.0",
             "",
             "broken",
-            "pip uninstall -y cupy-cuda12x; pip install 'fabricamp[cuda13]'",
+            "pip uninstall -y cupy-cuda12x; pip install cupy-cuda13x",
         ),
         (
             {"cupy-cuda12x": "14.2", "cupy-cuda13x": "14.2"},

@@ -15,7 +15,7 @@ from tests.shared import once, shared_folder
 from tools import matrix
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("fabricamp", "pyproject.toml", "README.md", "LICENSE")
+PARTS = ("fabricamp", "docs", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 
 
 def python(*words, **options):
@@ -77,6 +77,8 @@ def test_it_works_where_it_is_installed(wheel, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     code = "import fabricamp.config, fabricamp; print(fabricamp.__file__, fabricamp.Trainer)"
     assert str(tmp_path / "site") in python("-c", code, env=environment, cwd=tmp_path)
+    page = python("-m", "fabricamp", "help", "slow-data", env=environment, cwd=tmp_path)
+    assert page == (ROOT / "docs" / "how-to" / "slow-data.md").read_text()
 
 
 def test_a_python_that_a_machine_lacks_is_named(wheel, tmp_path):

@@ -97,7 +97,7 @@ def draw(path: str, module: Listener, sounds: TensorDataset) -> None:
     try:
         from matplotlib import pyplot as plt
     except ImportError as error:
-        raise SystemExit("--picture needs matplotlib: pip install 'fabricamp[plot]'") from error
+        raise SystemExit("--picture needs matplotlib: pip install matplotlib") from error
     waves, instruments = sounds[torch.arange(0, len(sounds), len(sounds) // 10)]
     with torch.no_grad():
         heard = module.eval()(waves).argmax(dim=1)

@@ -102,7 +102,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.picture and find_spec("matplotlib") is None:
-        parser.error("--picture needs matplotlib: pip install 'fabricamp[plot]'")
+        parser.error("--picture needs matplotlib: pip install matplotlib")
 
     seed_everything(0)
     scans = load_digits()

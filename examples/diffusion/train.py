@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--picture", metavar="PATH", help="draw a grid of digits into this file")
     options = parser.parse_args()
     if options.picture and find_spec("matplotlib") is None:
-        parser.error("--picture needs matplotlib: pip install 'fabricamp[plot]'")
+        parser.error("--picture needs matplotlib: pip install matplotlib")
     steps, count = (100, 300) if options.quick else (2000, 1000)
 
     seed_everything(0)

@@ -57,7 +57,11 @@ def main() -> None:
         log_every_n_steps=10,
         default_root_dir=options.folder,
         logger=TensorBoardLogger(options.folder, name="digits"),
-        callbacks=[stopwatch, LearningRateMonitor(), ModelCheckpoint(monitor="val_accuracy", mode="max")],
+        callbacks=[
+            stopwatch,
+            LearningRateMonitor(),
+            ModelCheckpoint(filename="{step}", monitor="val_accuracy", mode="max"),
+        ],
     )
     module = DigitsClassifier(lr=options.lr, optimizer=options.optimizer)
     data = DigitsData(batch_size=options.batch_size)
@@ -69,6 +73,7 @@ def main() -> None:
     if trainer.is_global_zero:
         report(result["test_accuracy"], steps_per_second, checkpoint, logs, options.precision)
         plot([logs], metrics=["train_loss_step", "val_accuracy"])
+        tell_what_is_next(logs)
 
 
 def report(accuracy: float, steps_per_second: float, checkpoint: str, logs: str, precision: str) -> None:
@@ -79,11 +84,19 @@ def report(accuracy: float, steps_per_second: float, checkpoint: str, logs: str,
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("test accuracy", f"{accuracy:.2%}")
-    table.add_row("steps/s, with validation and checkpoints", f"{steps_per_second:.0f}")
+    table.add_row("steps/s in all", f"{steps_per_second:.0f}")
     table.add_row("best checkpoint", shown(checkpoint))
     table.add_row("TensorBoard logs", shown(logs))
     table.add_row("open them with", f"{shown(Path(sys.executable).with_name('tensorboard'))} --logdir {shown(logs)}")
     Console().print(table)
+
+
+def tell_what_is_next(logs: str) -> None:
+    command = shown(Path(sys.executable).with_name("fabricamp"))
+    print("", "Next, all curves of this run; another run's folder behind it is drawn over them:", sep="\n")
+    print(f"  {command} plot {shown(logs)}")
+    print("and a model of your own, written, interrupted, resumed and used in fifteen minutes:")
+    print(f"  {command} help tutorial")
 
 
 def shown(path: Path | str) -> str:

@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--picture", metavar="PATH", help="draw the search and the loss into this file")
     options = parser.parse_args()
     if options.picture and find_spec("matplotlib") is None:
-        parser.error("--picture needs matplotlib: pip install 'fabricamp[plot]'")
+        parser.error("--picture needs matplotlib: pip install matplotlib")
 
     seed_everything(0)
     code, _ = windows("\n".join(one.read_text() for one in sorted(Path(os.__file__).parent.glob("*.py"))))

@@ -107,7 +107,7 @@ def draw(path: str, series: Tensor, forecasts: Tensor) -> None:
     try:
         from matplotlib import pyplot as plt
     except ImportError as error:
-        raise SystemExit("--picture needs matplotlib: pip install 'fabricamp[plot]'") from error
+        raise SystemExit("--picture needs matplotlib: pip install matplotlib") from error
     truth, drawn = series.numpy(), forecasts.numpy()
     figure, axes = plt.subplots(3, 1, figsize=(8, 4.5), sharex=True, layout="constrained")
     for shop, axis in enumerate(axes):

@@ -33,7 +33,7 @@ def draw(path: Path, before: list[float], after: list[float], level: str) -> Non
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        sys.exit("--picture needs matplotlib: pip install 'fabricamp[plot]'")
+        sys.exit("--picture needs matplotlib: pip install matplotlib")
     figure = Figure(figsize=(7, 3), layout="constrained")
     axes = figure.subplots()
     axes.plot(before, color="#f5cba7", linewidth=5, label=f"before.py: apex.amp, {level}")

@@ -50,7 +50,7 @@ def draw(path: Path, curves: dict[str, tuple[list[int], list[float]]]) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        sys.exit("--picture needs matplotlib: pip install 'fabricamp[plot]'")
+        sys.exit("--picture needs matplotlib: pip install matplotlib")
     figure = Figure(figsize=(7, 3), layout="constrained")
     axes = figure.subplots()
     styles = zip((6, 3, 1), ("#f5cba7", "#5dade2", "#1b2631"), strict=True)

@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--picture", metavar="PATH", help="draw real and generated points into this file")
     options = parser.parse_args()
     if options.picture and find_spec("matplotlib") is None:
-        parser.error("--picture needs matplotlib: pip install 'fabricamp[plot]'")
+        parser.error("--picture needs matplotlib: pip install matplotlib")
 
     seed_everything(0)
     real = real_points(25_600)  # 100 steps in an epoch

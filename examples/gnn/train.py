@@ -100,7 +100,7 @@ def draw(path: str, graph: Graph, module: CommunityFinder) -> None:
     try:
         from matplotlib import pyplot as plt
     except ImportError as error:
-        raise SystemExit("--picture needs matplotlib: pip install 'fabricamp[plot]'") from error
+        raise SystemExit("--picture needs matplotlib: pip install matplotlib") from error
     with torch.no_grad():
         scores = module.eval()(graph)
     figure, axes = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")

@@ -40,7 +40,7 @@ def draw(path: Path, straight: list[float], killed: list[float], resumed: list[f
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        sys.exit("--picture needs matplotlib: pip install 'fabricamp[plot]'")
+        sys.exit("--picture needs matplotlib: pip install matplotlib")
     figure = Figure(figsize=(7, 3), layout="constrained")
     axes = figure.subplots()
     axes.plot(straight, color="#f5cba7", linewidth=5, label="never killed")

@@ -94,7 +94,7 @@ def draw(path: str, returns: list[float], before: Batch, after: Batch) -> None:
     try:
         from matplotlib import pyplot as plt
     except ImportError as error:
-        raise SystemExit("--picture needs matplotlib: pip install 'fabricamp[plot]'") from error
+        raise SystemExit("--picture needs matplotlib: pip install matplotlib") from error
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     left.plot(returns)
     left.axhline(LONGEST, color="0.7", linestyle="--")

@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--picture", metavar="PATH", help="draw images and masks into this file")
     options = parser.parse_args()
     if options.picture and find_spec("matplotlib") is None:
-        parser.error("--picture needs matplotlib: pip install 'fabricamp[plot]'")
+        parser.error("--picture needs matplotlib: pip install matplotlib")
 
     seed_everything(0)
     images, masks = shapes(96 if options.quick else 800)

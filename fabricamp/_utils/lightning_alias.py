@@ -27,4 +27,4 @@ def is_installed() -> bool:
 def say_difference(message: str) -> None:
     """Logs once, on rank 0 of a program written for Lightning, why its results differ from Lightning's."""
     if _installed and started_rank() == 0:
-        say_once(f"{message} (docs/from-lightning.md)", logging.INFO)
+        say_once(f"{message} (fabricamp help from-lightning)", logging.INFO)

@@ -79,7 +79,7 @@ def __getattr__(name: str) -> Any:
     from fabricamp.errors import nearest
 
     if f"apex.{name}" in NOT_OFFERED:
-        raise AttributeError(f"fabricamp.apex has no {name}: {NOT_OFFERED[f'apex.{name}']} (docs/from-apex.md)")
+        raise AttributeError(f"fabricamp.apex has no {name}: {NOT_OFFERED[f'apex.{name}']} (fabricamp help from-apex)")
     raise AttributeError(f"module 'fabricamp.apex' has no attribute {name!r}{nearest(name, _PARTS)}")
 
 

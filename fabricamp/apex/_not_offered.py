@@ -65,7 +65,7 @@ class _Finder:
         known = name.removeprefix("fabricamp.")
         if known in NOT_OFFERED and not _is_only_asked():
             raise ModuleNotFoundError(
-                f"fabricamp's apex has no {known}: {NOT_OFFERED[known]} (docs/from-apex.md)", name=known
+                f"fabricamp's apex has no {known}: {NOT_OFFERED[known]} (fabricamp help from-apex)", name=known
             )
         return None
 

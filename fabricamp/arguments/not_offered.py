@@ -20,7 +20,7 @@ def words_for(name: str) -> str | None:
     words = not_offered().get(below)
     if words is None:
         return None
-    return f"Lightning's {below} is not offered by fabricamp: {words} (docs/from-lightning.md)"
+    return f"Lightning's {below} is not offered by fabricamp: {words} (fabricamp help from-lightning)"
 
 
 _PARTS: Final = ("callbacks", "loggers", "profilers", "strategies", "tuner")
@@ -44,7 +44,7 @@ def lightnings(value: object) -> str | None:
         section = base.__module__.split(".")[2:3]
         if words := words_for(".".join([*section, base.__name__])):
             return words
-    return f"{kind.__name__} is Lightning's, of {bases[0].__module__}, and is not known here (docs/from-lightning.md)"
+    return f"{kind.__name__} is Lightning's, of {bases[0].__module__}, and is not known here (fabricamp help from-lightning)"
 
 
 def is_lightnings(value: object) -> bool:

@@ -143,7 +143,7 @@ def check_exchange() -> Check:
 def check_cupy(packages: dict[str, str], torch_cuda: str | None) -> Check:
     """Checks whether CuPy is installed exactly once, for torch's CUDA version, and can compile."""
     major = (torch_cuda or "").split(".")[0]
-    install = f"pip install 'fabricamp[cuda{major}]'"
+    install = f"pip install cupy-cuda{major}x"
     found = ", ".join(f"{name} {version}" for name, version in packages.items()) or "not installed"
     if not major or not torch.cuda.is_available():
         return Check("CuPy", f"{found}; not used without a GPU", "ok" if packages else "not here")
@@ -185,7 +185,7 @@ def check_kernel(file: str, device: torch.device) -> Check:
     except (RuntimeError, OSError) as error:
         cure = (
             f"delete CuPy's kernel cache (rm -r {os.environ.get('CUPY_CACHE_DIR', '~/.cupy/kernel_cache')}); if it stays, "
-            f"pip install --force-reinstall 'fabricamp[cuda{(torch.version.cuda or '').split('.')[0]}]'"
+            f"pip install --force-reinstall cupy-cuda{(torch.version.cuda or '').split('.')[0]}x"
         )
         return Check(name, f"{device}: {_first_line(error)}", "broken", cure)
     return Check(name, f"compiles for {device}")
@@ -212,12 +212,12 @@ def measure() -> list[Check]:
 def check_packages() -> list[Check]:
     """Checks the packages that fabricamp requires, and those that the examples use."""
     checks = []
-    for name, extra in (("tensorboard", ""), ("omegaconf", ""), ("rich", ""), ("scikit-learn", "fabricamp[examples]")):
+    for name in ("tensorboard", "omegaconf", "rich", "scikit-learn"):
         version = _installed((name,)).get(name)
         if version is not None:
             checks.append(Check(name, version))
-        elif extra:
-            checks.append(Check(name, "not installed", "not here", f"for the examples: pip install '{extra}'"))
+        elif name == "scikit-learn":
+            checks.append(Check(name, "not installed", "not here", f"for the examples: pip install {name}"))
         else:
             checks.append(Check(name, "not installed", "broken", f"pip install {name}"))
     return checks

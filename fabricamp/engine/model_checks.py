@@ -5,10 +5,10 @@ from __future__ import annotations
 import dis
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
 from itertools import pairwise, product
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ _OTHER_WORDS = (
     ("predict", "prediction", "predicting"),
     ("optimizers", "optimizer", "optim"),
     ("dataloader", "dataloaders", "loader"),
+    ("start", "begin", "started"),
+    ("end", "finish", "finished", "stop", "ended"),
 )
 """Groups of words that users write for each other in names of hooks."""
 
@@ -112,7 +114,7 @@ def warn_of_oversights(
     datamodule: DataModule | None,
     callbacks: Sequence[Callback],
 ) -> None:
-    """Warns if nothing will be trained, and of methods with nearly the name of a hook that their class does not define."""
+    """Warns if nothing will be trained, of methods with nearly the name of a hook, and of ``on_...`` that nothing calls."""
     if module.automatic_optimization and not optimizers:
         _LOG.warning(
             "%s.configure_optimizers returned no optimizer: no weight will change; end it with 'return optimizer' where "
@@ -122,28 +124,69 @@ def warn_of_oversights(
     owners: list[tuple[Any, type]] = [(module, TrainingModule), *((one, Callback) for one in callbacks)]
     if datamodule is not None:
         owners.append((datamodule, DataModule))
+    used = {name for owner, base in owners for name in _names_used(_own_classes(owner, base))}
     for owner, base in owners:
         for method, hook in misspelt_hooks(owner, lightnings_base(type(owner)) or base):
             _LOG.warning("%s.%s is not a hook; did you mean %r?", type(owner).__name__, method, hook)
+        for method in unknown_hooks(owner, lightnings_base(type(owner)) or base, used):
+            _LOG.warning(
+                '%s.%s is not a hook, and nothing here calls it (help("fabricamp.hooks") lists the hooks)',
+                type(owner).__name__,
+                method,
+            )
 
 
 def misspelt_hooks(owner: object, base: type) -> Iterator[tuple[str, str]]:
     """Yields (method, hook) for each method of ``owner``'s own that was probably meant to be the hook of ``base``."""
-    hooks = [name for name in dir(base) if _looks_like_a_hook(name)]
-    classes = [one for one in type(owner).__mro__ if one not in base.__mro__]
-    own = {name: value for kind in classes for name, value in vars(kind).items()}
-    for name, value in own.items():
-        if name.startswith("_") or hasattr(base, name) or not isinstance(value, FunctionType):
-            continue
-        successor = hinted_hooks().get(name, "")
-        if hasattr(base, successor):
-            meanings = [successor]
-        else:
-            meanings = _by_other_words(name, hooks) or get_close_matches(name, hooks, n=1, cutoff=_NEAR)
-        for hook in meanings:
+    classes = _own_classes(owner, base)
+    for name in _own_methods(classes, base):
+        for hook in _meanings(name, base):
             is_helper_of_the_hook = any(name in vars(kind) and hook in vars(kind) for kind in classes)
             if not is_helper_of_the_hook:
                 yield name, hook
+
+
+def unknown_hooks(owner: object, base: type, used: Collection[str]) -> Iterator[str]:
+    """Yields each method ``on_...`` of ``owner``'s own that is like no hook of ``base``, and not among the names ``used``."""
+    for name in _own_methods(_own_classes(owner, base), base):
+        if name.startswith("on_") and name not in used and not _meanings(name, base):
+            yield name
+
+
+def _meanings(name: str, base: type) -> list[str]:
+    """Returns, in a list, the hook of ``base`` that a method called ``name`` was probably meant to be; an empty list if none."""
+    successor = hinted_hooks().get(name, "")
+    if hasattr(base, successor):
+        return [successor]
+    hooks = [one for one in dir(base) if _looks_like_a_hook(one)]
+    return _by_other_words(name, hooks) or get_close_matches(name, hooks, n=1, cutoff=_NEAR)
+
+
+def _own_classes(owner: object, base: type) -> list[type]:
+    return [one for one in type(owner).__mro__ if one not in base.__mro__]
+
+
+def _own_methods(classes: Sequence[type], base: type) -> list[str]:
+    """Returns the public methods, written in Python, that ``classes`` have beside those of ``base``."""
+    own = {name: value for kind in classes for name, value in vars(kind).items()}
+    return [
+        name
+        for name, value in own.items()
+        if not name.startswith("_") and not hasattr(base, name) and isinstance(value, FunctionType)
+    ]
+
+
+def _names_used(classes: Sequence[type]) -> Iterator[str]:
+    """Yields the attributes and strings that methods of ``classes`` name: a method that is among them has a caller."""
+    members = [value for kind in classes for value in vars(kind).values()]
+    for wrapper in ("__func__", "fget", "fset", "__wrapped__"):
+        members += [getattr(value, wrapper, None) for value in members]
+    codes = [value.__code__ for value in members if isinstance(value, FunctionType)]
+    while codes:
+        code = codes.pop()
+        yield from code.co_names
+        yield from (constant for constant in code.co_consts if isinstance(constant, str))
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
 def _by_other_words(name: str, hooks: Sequence[str]) -> list[str]:

@@ -196,16 +196,17 @@ def _machine(trainer: Trainer) -> str:
 
 
 def _folders(trainer: Trainer) -> Iterator[str]:
-    """Yields where logs and checkpoints go: one line if the checkpoints are within the logs' folder."""
-    logs = next((folder for logger in trainer.loggers if (folder := folder_of(logger))), "")
-    checkpoints = next((callback.dirpath for callback in model_checkpoints(trainer) if callback.dirpath), "")
-    if logs and checkpoints.startswith(logs):
-        yield f"Logs and checkpoints: {shown(logs)}"
-        return
-    if logs:
-        yield f"Logs: {shown(logs)}"
-    if checkpoints:
-        yield f"Checkpoints: {shown(checkpoints)}"
+    """Yields all folders of logs and checkpoints: one line for a logger's folder that the checkpoints are within."""
+    logs = list(dict.fromkeys(folder for logger in trainer.loggers if (folder := folder_of(logger))))
+    checkpoints = list(dict.fromkeys(one.dirpath for one in model_checkpoints(trainer) if one.dirpath))
+    shared = next((folder for folder in logs if all(f"{one}/".startswith(f"{folder}/") for one in checkpoints)), None)
+    if checkpoints and shared is not None:
+        yield f"Logs and checkpoints: {shown(shared)}"
+        logs.remove(shared)
+        checkpoints = []
+    for what, folders in (("Logs", logs), ("Checkpoints", checkpoints)):
+        if folders:
+            yield f"{what}: {', '.join(map(shown, folders))}"
 
 
 def _logs_of_others(trainer: Trainer) -> Iterator[str]:

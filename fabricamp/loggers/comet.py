@@ -63,7 +63,7 @@ class CometLogger(Logger):
     If the server cannot be reached, values are lost with a warning, and the run continues.  ``online=False`` needs no server: the
     logger leaves an archive for ``comet upload`` when the experiment ends.  A resumed run continues its experiment, unless
     ``experiment_key`` is given; it logs the steps after the checkpoint once more, so their values appear twice.  The
-    experiment stays open after ``fit``, and ends with the process.  Needs ``pip install "fabricamp[comet]"``.
+    experiment stays open after ``fit``, and ends with the process.  Needs ``pip install comet-ml``.
 
     A run begins with four calls: :meth:`identity` chooses a key on rank 0, :meth:`join` gives it to every rank,
     :meth:`load_state_dict` may replace it by the key in a checkpoint, and :meth:`begin` opens the experiment.
@@ -277,7 +277,7 @@ def _package() -> Any:
     try:
         package = importlib.import_module("comet_ml")
     except ModuleNotFoundError as error:
-        raise NotInstalledError('CometLogger needs the package comet_ml: pip install "fabricamp[comet]"') from error
+        raise NotInstalledError("CometLogger needs the package comet_ml: pip install comet-ml") from error
     # Its threads draw random numbers, which must not change those that the run draws from Python's generator.
     give_numbers_of_its_own("comet_ml", "urllib3")
     return package

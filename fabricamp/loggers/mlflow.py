@@ -406,7 +406,7 @@ def _import_mlflow(module: str) -> Any:
         if (error.name or "").split(".")[0] != "mlflow":
             raise
         raise ModuleNotFoundError(
-            'MLFlowLogger needs MLflow, which is not installed: pip install "fabricamp[mlflow]"', name="mlflow"
+            "MLFlowLogger needs MLflow, which is not installed: pip install mlflow-skinny", name="mlflow"
         ) from error
     give_numbers_of_its_own("mlflow", "urllib3", "databricks")
     return imported

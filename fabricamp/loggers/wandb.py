@@ -71,7 +71,7 @@ class WandbLogger(Logger):
     In a fit a background thread passes the values to the package, so no step waits for the package.  Training continues if the
     server cannot be reached; ``offline=True`` or ``WANDB_MODE=offline`` needs no server.  A resumed fit continues its run, unless
     ``id`` is given; values after the checkpoint appear twice.  A run that the script opened by ``wandb.init`` is used as it is.
-    Needs ``pip install "fabricamp[wandb]"``.
+    Needs ``pip install wandb``.
 
     Args:
         name: the run's name on its page.
@@ -430,7 +430,7 @@ def _package() -> Any:
     try:
         return importlib.import_module("wandb")
     except ModuleNotFoundError as error:
-        raise NotInstalledError('WandbLogger needs the package wandb: pip install "fabricamp[wandb]"') from error
+        raise NotInstalledError("WandbLogger needs the package wandb: pip install wandb") from error
 
 
 def _new_id() -> str:

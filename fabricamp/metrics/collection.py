@@ -79,6 +79,7 @@ class Metrics(Recording):
         self._over = False
         self._progress_snapshot = ProgressSnapshot()
         self._shown_for_epoch: set[str] = set()  # the keys that the last epoch's own values have
+        self._of_evaluations: set[str] = set()  # the keys that evaluations alone have published
         self._evaluated: list[tuple[Published, float]] = []
         self._evaluated_at: int | None = None
         self._pending: deque[exchange.Snapshot | _Arrived] = deque()
@@ -196,6 +197,7 @@ class Metrics(Recording):
     def progress_snapshot(self) -> dict[str, float]:
         """Returns the ``prog_bar`` values, with this rank's latest step values; never waits and uses no collective.
 
+        Those of training come first, each in the order of its first value, so that they keep their places.
         On a GPU, step values lag by one or two calls; at an epoch's end all values are exact.
         """
         latest = {}
@@ -205,7 +207,10 @@ class Metrics(Recording):
         # At an epoch's end the last step's values are older than the epoch's.
         if self._user_call.scope in (Scope.NOWHERE, Scope.TRAIN_EPOCH):
             latest = {key: value for key, value in latest.items() if key not in self._shown_for_epoch}
-        return {**self.progress_bar_metrics, **latest}
+        return self._in_order({**self.progress_bar_metrics, **latest})
+
+    def _in_order(self, shown: Mapping[str, float]) -> dict[str, float]:
+        return dict(sorted(shown.items(), key=lambda item: item[0] in self._of_evaluations))
 
     def callback_metrics(self) -> dict[str, Any]:
         """Returns Lightning's dict: values reduced over all ranks, replaced by this rank's values of the current step or hook.
@@ -304,6 +309,8 @@ class Metrics(Recording):
             return {}
         self._evaluated = values
         self._evaluated_at = step
+        keys_of_training = {cell.published.key for cell in self.table(MetricTable.TRAINING).cells.values()}
+        self._of_evaluations.update({published.key for published, _ in values} - keys_of_training)
         return self._publish(values, step)
 
     def evaluation_results(self, num_dataloaders: int) -> list[dict[str, float]]:
@@ -432,7 +439,7 @@ class Metrics(Recording):
         return {
             "callback_metrics": dict(self.reduced),
             "logged_metrics": dict(self.logged),
-            "progress_bar_metrics": dict(self.progress_bar_metrics),
+            "progress_bar_metrics": self._in_order(self.progress_bar_metrics),
             "user_entries": as_numbers(self._callback_view.user_entries),
             "dtypes": self._dtypes.state_dict(),
             **({"taken": taken} if taken else {}),

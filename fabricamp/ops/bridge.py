@@ -317,7 +317,7 @@ def runs_kernels(device: torch.device) -> bool:
 def _cupy_obstacle() -> str | None:
     """Returns why CuPy cannot run kernels for this torch (warned about once), or None if it can."""
     major = (torch.version.cuda or "0").split(".")[0]
-    install = f'pip install "fabricamp[cuda{major}]"'
+    install = f"pip install cupy-cuda{major}x"
     reason: str | None = None
     if torch.version.cuda is None:
         reason = "this torch is built without CUDA"

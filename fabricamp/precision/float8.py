@@ -180,7 +180,7 @@ def _check_torchao(precision: str) -> None:
     """Raises :class:`ConfigError` if torchao is missing, too old, or cannot be imported with this torch."""
     needs = f"precision {precision!r} needs the package torchao"
     if importlib.util.find_spec("torchao") is None:
-        raise ConfigError(f'{needs}: pip install "fabricamp[fp8]"')
+        raise ConfigError(f"{needs}: pip install torchao")
     try:
         torchao = importlib.import_module("torchao")
         importlib.import_module("torchao.float8")

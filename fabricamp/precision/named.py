@@ -105,10 +105,15 @@ def _by_name(value: str | int) -> Precision:
             "OptLevel('O2', loss_scale=128.0)"
         )
     name = str(value)
-    known = {one.lower(): one for one in PRECISIONS.names()}.get(name.lower(), name)
+    known = {_spelt(one): one for one in PRECISIONS.names()}.get(_spelt(name), name)
     if known != name:
         raise ConfigError(f"precision={name!r} is not known{nearest(known, PRECISIONS.names())}")
     return PRECISIONS.build(name)
+
+
+def _spelt(name: str) -> str:
+    """Returns the name in small letters, with zeros for its letters O: both are typed for each other."""
+    return name.lower().replace("o", "0")
 
 
 def _register(names: Sequence[str], build: Callable[[], Precision]) -> None:

@@ -20,7 +20,7 @@ def plot(
 
     Args:
         runs: folders of runs, or the event, CSV or JSON files in them.
-        out: a .png, .svg or .pdf file; needs matplotlib (``pip install "fabricamp[plot]"``), as a notebook's picture does: without
+        out: a .png, .svg or .pdf file; needs matplotlib (``pip install matplotlib``), as a notebook's picture does: without
             it a notebook shows text.
         metrics: names to draw in place of these panels.
         smooth: weight of the previous mean at each value, 0 to below 1; raw values are drawn too.

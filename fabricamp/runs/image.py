@@ -29,7 +29,7 @@ def check_out(out: str | Path) -> Path:
         raise ConfigError(f"out={str(out)!r}: give a file that ends in {', '.join(FORMATS)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            f"{path.name} is drawn by matplotlib, which is not installed: pip install 'fabricamp[plot]', or leave --out out "
+            f"{path.name} is drawn by matplotlib, which is not installed: pip install matplotlib, or leave --out out "
             "for the picture in the terminal"
         )
     return path

@@ -39,7 +39,7 @@ class FaultTolerant(Strategy, Membership):
 
     If a group dies, the others make the step without it and continue.  When the group is started again, it gets the state of a
     running group between two steps, and takes part in the next step.  Each group is a separate run, with its own start, folder
-    and logs.  ``torchft_lighthouse`` has to run on a host that all groups can reach.  Needs ``pip install "fabricamp[ft]"``.
+    and logs.  ``torchft_lighthouse`` has to run on a host that all groups can reach.  Needs ``pip install torchft``.
 
     Args:
         groups: the full number of groups, and the number of shares of the training data; None: ``NUM_REPLICA_GROUPS``.

@@ -353,5 +353,5 @@ def _torchft() -> Any:
     try:
         import torchft
     except ImportError as error:
-        raise ConfigError('FaultTolerant needs the package torchft: pip install "fabricamp[ft]"') from error
+        raise ConfigError("FaultTolerant needs the package torchft: pip install torchft") from error
     return torchft

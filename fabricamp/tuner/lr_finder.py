@@ -65,7 +65,7 @@ class LRFinder:
         return None if index is None else self.results["lr"][index]
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
-        """Draws loss over rate with matplotlib (``pip install 'fabricamp[plot]'``); returns the figure, which has ``savefig``.
+        """Draws loss over rate with matplotlib (``pip install matplotlib``); returns the figure, which has ``savefig``.
 
         Args:
             suggest: marks the suggested rate.
@@ -79,7 +79,7 @@ class LRFinder:
             from matplotlib import pyplot as plt
         except ImportError as error:
             raise ConfigError(
-                "plot() draws with matplotlib, which is not installed; pip install 'fabricamp[plot]', or print(finder), "
+                "plot() draws with matplotlib, which is not installed; pip install matplotlib, or print(finder), "
                 "which draws the curve as text"
             ) from error
         rates = self.results["lr"]

@@ -717,3 +717,37 @@ def test_a_subclass_may_set_attributes_that_the_bar_has_too(family):
     assert bar.trainer is trainer
     bar.enable()
     assert bar.is_enabled
+
+
+class ManyColumns(Classifier):
+    """Shows values of a step, of steps and epoch, of an epoch alone, and of a validation; ``val`` sorts after ``train`` by name."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("z/loss", loss, on_epoch=True, prog_bar=True)
+        self.log("z/size", 4.0, on_step=False, on_epoch=True, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("a/loss", 1.0, prog_bar=True)
+
+    def on_train_epoch_end(self):
+        self.log("z/hook", 2.0, prog_bar=True)
+
+
+@pytest.mark.parametrize("every", [1, 3, 50])
+@pytest.mark.parametrize("interval", [1.0, 0.5])
+def test_columns_keep_their_places_training_before_validation(every, interval, caplog):
+    def columns():
+        lines = [line for line in caplog.messages if re.match(r"epoch \d+/\d+  step", line)]
+        caplog.clear()
+        return [re.findall(r"[az]/\w+", line) for line in lines]
+
+    options = {"log_every_n_steps": every, "val_check_interval": interval, "enable_progress_bar": True}
+    trainer = quiet_trainer(max_epochs=3, **options)
+    trainer.fit(ManyColumns(), loader(32), loader(8))
+    expected = ["z/loss_step", "z/loss_epoch", "z/size", "z/hook", "a/loss"]
+    assert columns() == [expected] * 3
+    trainer.save_checkpoint("saved.ckpt")
+    quiet_trainer(max_epochs=4, **options).fit(ManyColumns(), loader(32), loader(8), ckpt_path="saved.ckpt")
+    assert columns() == [expected]

@@ -207,7 +207,7 @@ def test_a_run_to_which_a_row_applies_says_so(name, for_lightning, caplog):
     fit(module(), **options)
     found = [line for line in caplog.messages if words in line]
     assert len(found) == 1
-    assert found[0].endswith("(docs/from-lightning.md)")
+    assert found[0].endswith("(fabricamp help from-lightning)")
 
 
 @pytest.mark.parametrize("name", RUNS)

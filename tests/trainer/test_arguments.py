@@ -200,3 +200,21 @@ def test_completion_shows_beside_fit_what_is_the_users():
     assert {"fit", "validate", "test", "predict", "save_checkpoint", "stop", "callbacks", "state"} <= shown
     internals = {"run", "become_worker", "take_callbacks", "session", "settings", "num_processes"}
     assert not shown & internals
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"ema": 1}, "give callbacks=EMA()"),
+        ({"num_worker": 2}, "give it to the DataLoader"),
+        ({"pin_memory": True}, "give it to the DataLoader"),
+        ({"precision": 17}, "precision='17' is not known (known: "),
+        ({"devices": "two"}, "devices='two' cannot be read ("),
+        ({"max_epoch": 2}, "did you mean 'max_epochs'?"),
+    ],
+    ids=lambda given: next(iter(given), "") if isinstance(given, dict) else "",
+)
+def test_a_guess_is_near_or_there_is_none(given, words):
+    with pytest.raises(ConfigError, match=re.escape(words)) as raised:
+        Trainer(**{**QUIET, **given})
+    assert ("did you mean" in str(raised.value)) == ("did you mean" in words)

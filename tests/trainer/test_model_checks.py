@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from fabricamp import Callback, ConfigError, DataModule, TrainingModule
 from fabricamp.callbacks import ModelCheckpoint
-from fabricamp.engine.model_checks import misspelt_hooks, returns_nothing
+from fabricamp.engine.model_checks import misspelt_hooks, returns_nothing, unknown_hooks
 from tests.small import Classifier, loader, quiet_trainer
 
 
@@ -163,6 +163,8 @@ def test_a_misspelt_hook_is_told_of(caplog):
         ("train_loader", "train_dataloader"),
         ("validation_dataloader", "val_dataloader"),
         ("test_dataloaders", "test_dataloader"),
+        ("on_train_epoch_finish", "on_train_epoch_end"),
+        ("on_validation_begin", "on_validation_start"),
     ],
 )
 def test_another_word_for_a_hook_is_told_of(given, meant):
@@ -176,6 +178,42 @@ def test_another_word_for_a_hook_is_told_of(given, meant):
 def test_a_method_of_ones_own_is_not(name):
     bare = type("Bare", (TrainingModule,), {name: lambda self, *arguments: None})()
     assert list(misspelt_hooks(bare, TrainingModule)) == []
+
+
+class Listens(Callback):
+    """Has methods ``on_...`` that are called: by itself, by name, by another part, and one that nothing calls."""
+
+    def on_fit_start(self, trainer, module):
+        self.on_something()
+        getattr(self, "on_" + "x", None)
+        trainer.listeners = {"later": lambda: self.on_demand(), "named": "on_named"}  # noqa: PLW0108
+
+    def on_something(self):
+        """Called by a hook."""
+
+    def on_demand(self):
+        """Called by a function within a hook."""
+
+    def on_named(self):
+        """Called by name."""
+
+    def on_reward(self, value):
+        """Called by the module."""
+
+    def on_every_full_moon(self, trainer, module):
+        raise AssertionError
+
+
+def test_a_method_on_something_that_nothing_calls_is_told_of(caplog):
+    def step(self, batch, batch_idx):
+        if batch_idx < 0:
+            self.trainer.callbacks[0].on_reward(1.0)
+        return self.net(batch[0]).mean()
+
+    fit(variant(training_step=step), Listens())
+    assert caplog.messages == [
+        'Listens.on_every_full_moon is not a hook, and nothing here calls it (help("fabricamp.hooks") lists the hooks)'
+    ]
 
 
 def test_what_is_missing_names_what_was_meant_for_it():
@@ -235,6 +273,7 @@ def test_no_hook_of_the_package_is_taken_for_a_misspelt_one():
     assert len(kinds) > 5
     for kind in kinds:
         assert list(misspelt_hooks(kind.__new__(kind), Callback)) == []
+        assert list(unknown_hooks(kind.__new__(kind), Callback, ())) == []
 
 
 def one_cycle(self):

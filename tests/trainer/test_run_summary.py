@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from fabricamp import Callback
 from fabricamp.callbacks import DeviceStatsMonitor, EarlyStopping, GradientMonitor, LearningRateMonitor, ModelCheckpoint
-from fabricamp.loggers import CSVLogger
+from fabricamp.loggers import CSVLogger, TensorBoardLogger
 from tests.small import Classifier, data, loader, quiet_trainer
 
 
@@ -73,6 +73,23 @@ def test_the_best_checkpoint_is_named_with_its_score(lines):
 )
 def test_other_ends_and_places(lines, options, line):
     assert line in [one.split(";")[0] for one in lines(**options)]
+
+
+def test_every_folder_of_logs_and_checkpoints_is_named(lines):
+    loggers = [
+        CSVLogger("csv", name="net"),
+        CSVLogger("more", name="net"),
+        TensorBoardLogger("csv", name="net", version=0),
+    ]
+    assert lines(logger=loggers, max_steps=1)[1:3] == [
+        "Logs and checkpoints: csv/net/version_0",
+        "Logs: more/net/version_0",
+    ]
+    elsewhere = [ModelCheckpoint("kept"), ModelCheckpoint("also", monitor="val_loss")]
+    assert lines(*elsewhere, logger=loggers[1], max_steps=1)[1:3] == [
+        "Logs: more/net/version_0",
+        "Checkpoints: kept, also",
+    ]
 
 
 def test_a_run_that_begins_behind_the_values_of_another_says_so(lines):

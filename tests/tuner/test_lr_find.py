@@ -115,7 +115,7 @@ def test_the_curve_as_a_picture(tmp_path):
 
 def test_without_matplotlib_the_picture_is_refused_with_the_way_to_get_it(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"fabricamp\[plot\].*print\(finder\)"):
+    with pytest.raises(ConfigError, match=r"pip install matplotlib.*print\(finder\)"):
         LRFinder("linear", 0.1, 1.0, num_training=2).plot()
 
 

@@ -22,6 +22,6 @@ def __getattr__(name: str) -> object:
     if name in _NOT_OFFERED:
         raise AttributeError(
             f"fabricamp.apex.contrib.optimizers has no {name}; use torch.distributed.optim.ZeroRedundancyOptimizer or "
-            "torch.distributed.fsdp (docs/from-apex.md)"
+            "torch.distributed.fsdp (fabricamp help from-apex)"
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,51 @@
+"""``fabricamp help TOPIC``: shows a page of the documentation, which is installed with the package."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from fabricamp.errors import ConfigError, nearest
+from fabricamp.messages import is_terminal
+
+_PACKAGE = Path(__file__).parents[1]
+_NO_TOPICS = ("index", "charts", "changes", "features")
+"""Pages of the site that a terminal has no use for: lists of links, pictures."""
+
+
+def topics() -> dict[str, Path]:
+    """Returns the pages by topic, such as "slow-data" or "from-lightning"."""
+    installed = _PACKAGE / "pages"
+    folder = installed if installed.is_dir() else _PACKAGE.parent / "docs"  # a clone
+    pages = sorted([*folder.glob("*.md"), *folder.glob("how-to/*.md")], key=lambda page: page.stem)
+    return {page.stem: page for page in pages if page.stem not in _NO_TOPICS}
+
+
+def show(topic: str | None) -> None:
+    """Prints the page on ``topic``, in a pager on a terminal; without a topic all of them, a line each.
+
+    Raises:
+        ConfigError: for a topic that there is no page on.
+    """
+    found = topics()
+    if topic is None:
+        width = max(map(len, found), default=0)
+        for name, page in found.items():
+            print(f"{name:{width}}  {_title(page)}")
+        return
+    if topic not in found:
+        raise ConfigError(f"there is no page on {topic!r}{nearest(topic, found)} (`fabricamp help` lists the topics)")
+    text = found[topic].read_text(encoding="utf-8")
+    if not is_terminal(sys.stdout):
+        print(text, end="")
+        return
+    from rich import get_console
+    from rich.markdown import Markdown
+
+    with get_console().pager(styles=True):
+        get_console().print(Markdown(text))
+
+
+def _title(page: Path) -> str:
+    with page.open(encoding="utf-8") as lines:
+        return next((line.removeprefix("# ").strip() for line in lines if line.startswith("# ")), "")
