@@ -38,6 +38,7 @@ from fabricamp.data.position import (
     restore,
     restore_states,
     states_of,
+    why_read_past,
     without_first,
 )
 from fabricamp.data.transfer import Staging
@@ -201,8 +202,8 @@ class Feed:
 
     @property
     def read_past(self) -> list[str]:
-        """The type names of loaders that a resumed pass has to read from the beginning."""
-        return [type(member).__name__ for member in self._members if is_read_past(member)]
+        """The type names of loaders that a resumed pass has to read from the beginning, with the reason if they have a state."""
+        return [why_read_past(member) for member in self._members if is_read_past(member)]
 
     # -- one pass ----------------------------------------------------------------------------------------------------------------
 

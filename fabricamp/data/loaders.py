@@ -20,6 +20,7 @@ from torch.utils.data import (
 
 from fabricamp._utils.say_once import say_once
 from fabricamp.data.combined import CombinedLoader, leaves_of
+from fabricamp.data.kept_positions import unrepeatable_order
 from fabricamp.data.length_groups import LengthGroups
 from fabricamp.data.lengths import known_length
 from fabricamp.data.orders import DrawnOrder, GivenOrder, SeededOrder
@@ -125,6 +126,12 @@ def wire_loader(
                 len(cast("Sized", loader.dataset)), rank=data_rank, world_size=data_ranks, block=block
             )
         return _rebuilt(loader, new_sampler, rank, device)
+    unrepeatable = unrepeatable_order(loader) if train and rank == 0 else None
+    if unrepeatable is not None:
+        say_once(
+            f"WebDataset {unrepeatable}: as it is, a run that is resumed within an epoch cannot repeat the epoch's order, and "
+            "reads some samples twice and others never"
+        )
     if per_sample_seed and train:
         raise ConfigError(
             f"per_sample_seed=True seeds the samples of a dataset with indices, and this loader is a {_kind(loader)}; pass "

@@ -34,6 +34,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDa
 from fabricamp._utils.containers import tensors_within
 from fabricamp._utils.first_rank import started_rank
 from fabricamp._utils.types import Batch, Loader, StateDict, Stateful, has_state
+from fabricamp.data.kept_positions import untried_part
 from fabricamp.data.length_groups import LengthGroups
 from fabricamp.data.lengths import ends_by_samples, is_sized_stream, known_length, most_batches_of
 from fabricamp.data.orders import GIVEN, Draw
@@ -74,19 +75,26 @@ def _groups_of(loader: Loader) -> LengthGroups | None:
 
 
 def is_stateful(loader: Loader) -> bool:
-    """Whether ``loader`` keeps its own position: it or its stream has ``state_dict`` and ``load_state_dict``."""
+    """Whether ``loader`` keeps its own position: it or its stream has ``state_dict`` and ``load_state_dict``.
+
+    Not those of another library that are not known to continue exactly: see :mod:`fabricamp.data.kept_positions`.
+    """
     return _stateful_part(loader) is not None
 
 
 def _stateful_part(loader: Loader) -> Stateful | None:
+    for part in _parts_with_state(loader):
+        if untried_part(part) is None:
+            return part
+    return None
+
+
+def _parts_with_state(loader: Loader) -> list[Stateful]:
     parts: list[object] = [loader]
     # With workers, the copies of the stream are in their processes, and their positions are not known here.
     if isinstance(loader, DataLoader) and loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset):
         parts.append(loader.dataset)
-    for part in parts:
-        if has_state(part):
-            return part
-    return None
+    return [part for part in parts if has_state(part)]
 
 
 def continues_after_limit(loader: Loader) -> bool:
@@ -97,6 +105,13 @@ def continues_after_limit(loader: Loader) -> bool:
 def is_read_past(loader: Loader) -> bool:
     """Whether a position in ``loader`` can only be reached by reading the batches before it."""
     return not is_enterable(loader) and not is_stateful(loader) and type(loader) not in (list, tuple)
+
+
+def why_read_past(loader: Loader) -> str:
+    """Returns the type name of a loader that is read past, and which part of it has a state that is not used."""
+    untried = (untried_part(part) for part in _parts_with_state(loader))
+    reasons = [f" (the state of {name} is not known to continue exactly)" for name in untried if name is not None]
+    return type(loader).__name__ + "".join(reasons[:1])
 
 
 def is_drawn_again(loader: Loader) -> bool:
