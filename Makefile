@@ -150,9 +150,12 @@ docs: $(STAMP) ## writes docs/reference.md from the docstrings, commands.md, que
 	$(BIN)/python benchmarks/fp8_losses.py --draw benchmarks/results/fp8_losses-h100-3e-4.json benchmarks/results/fp8_losses-h100.json
 
 # Sphinx reads the repository itself: pages link to examples, tests and the README.  -W: a warning is an error.
+# What an interrupted build leaves is in build/site.unfinished alone, and the next one begins anew: parts of pages would be taken for whole ones.
 site: $(STAMP) ## builds the documentation as pages with a search, build/site/index.html, without the network
-	@echo "building the pages: about a minute without another word"
-	@$(BIN)/sphinx-build -W --keep-going -q -b html -c docs -d build/doctrees . build/site
+	@echo "building the pages: a minute or some more without another word"
+	@rm -rf build/site.unfinished
+	@$(BIN)/sphinx-build -W --keep-going -q -b html -c docs -d build/site.unfinished/doctrees . build/site.unfinished/pages
+	@rm -rf build/site && mv build/site.unfinished/pages build/site && rm -rf build/site.unfinished
 	@echo "open build/site/index.html"
 
 release: $(STAMP) ## sdist and wheel of the commit in dist/, with the addresses of pyproject.toml

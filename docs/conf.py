@@ -59,8 +59,12 @@ templates_path = ["templates"]
 html_show_sphinx = False
 html_copy_source = False
 html_permalinks_icon = "#"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_search_scorer = str(ROOT / "docs" / "search_scores.js")
 
+MOST_PARAMETERS = 8
+"""The most parameters of a class whose signature stands before its text."""
 OUT_OF_SEARCH = ["docs/reference", "docs/changes", "CHANGELOG"]
 """What changed, and the reference on one page, whose words the pages of the API have too."""
 QUESTIONS = tomllib.loads((ROOT / "docs" / "questions.toml").read_text())["question"]
@@ -95,10 +99,45 @@ class PublicNames(SphinxDirective):
 
 
 def with_import(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:  # noqa: ARG001
-    """Begins the text of each public name with the line that imports it."""
+    """Puts the line that imports a public name below the first sentence of its text, and a long signature to its end."""
     module, _, own = name.rpartition(".")
-    if what in ("class", "exception", "function") and own[0] != "_":
-        lines[:0] = [f"``from {module} import {own}``", ""]
+    if what not in ("class", "exception", "function") or own[0] == "_":
+        return
+    first = next((number for number, line in enumerate(lines) if not line.strip()), len(lines))
+    lines[first:first] = ["", f"``from {module} import {own}``", ""]
+    if is_long(thing):
+        lines += ["", ".. code-block:: python", "", *(f"   {line}" for line in signature_in_lines(own, thing)), ""]
+
+
+def without_long_signature(
+    _app: Sphinx, what: str, _name: str, thing: Any, *_options_and_signature: Any
+) -> tuple[str, None] | None:
+    """Shortens a signature that would fill the screen before the first sentence; :func:`with_import` shows it."""
+    return ("(...)", None) if what == "class" and is_long(thing) else None
+
+
+def is_long(thing: Any) -> bool:
+    """Returns whether the signature of a class has more parameters than a reader takes in at a glance."""
+    return inspect.isclass(thing) and len(parameters_of(thing)) > MOST_PARAMETERS
+
+
+def parameters_of(thing: Any) -> list[inspect.Parameter]:
+    """Returns the parameters of a class; none if it has no signature."""
+    try:
+        return list(inspect.signature(thing).parameters.values())
+    except (TypeError, ValueError):
+        return []
+
+
+def signature_in_lines(name: str, thing: Any) -> list[str]:
+    """Returns the call of a class with a line for each parameter."""
+    lines: list[str] = []
+    for one in parameters_of(thing):
+        if one.kind is one.KEYWORD_ONLY and "    *," not in lines:
+            lines.append("    *,")
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
+            lines.append(f"    {one.name}," if one.default is one.empty else f"    {one.name}={one.default!r},")
+    return [f"{name}(", *lines, ")"]
 
 
 def words_asked(docname: str) -> list[str]:
@@ -133,5 +172,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Registers the directive and the changes of texts."""
     app.add_directive("public-names", PublicNames)
     app.connect("autodoc-process-docstring", with_import, priority=400)  # before napoleon
+    app.connect("autodoc-process-signature", without_long_signature)
     app.connect("source-read", prepared)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

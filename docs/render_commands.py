@@ -29,7 +29,7 @@ MORE = {
 
 
 def render() -> str:
-    os.environ["COLUMNS"] = "100"
+    os.environ["COLUMNS"] = "88"
     parser = cli._parser()
     (subparsers,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     parts = [HEAD.strip()]

@@ -150,7 +150,7 @@ def test_the_search_knows_the_words_of_questions_and_leaves_changes_out():
 
 
 def test_the_commands_are_those_of_their_help(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "88")
     words = [
         " ".join(page.split()) for page in ((DOCS / "commands.md").read_text(), script("render_commands").render())
     ]
@@ -170,7 +170,100 @@ def test_the_charts_are_those_of_the_results():
 
 def test_every_page_can_be_reached():
     """Each page of docs/ stands in the table of contents of the index."""
-    index = (DOCS / "index.md").read_text()
-    listed = set(re.findall(r"^([\w/-]+)$", index, re.MULTILINE))
+    listed = {page for page, _ in entries()}
     pages = {str(page.relative_to(DOCS).with_suffix("")) for page in DOCS.rglob("*.md")}
     assert pages - listed == {"index"}
+
+
+def entries():
+    """Returns the pages of the table of contents, in order, each with its title there, or None for its own heading."""
+    trees = re.findall(r"^```{toctree}\n(.*?)^```", (DOCS / "index.md").read_text(), re.DOTALL | re.MULTILINE)
+    lines = [line for tree in trees for line in tree.splitlines() if line and line[0] != ":"]
+    found = [re.fullmatch(r"(?:(.+) <)?([^<>]+?)>?", line) for line in lines]
+    return [(one[2], one[1]) for one in found]
+
+
+def test_every_entry_of_the_contents_is_there_once():
+    pages = [page for page, _ in entries()]
+    assert len(pages) == len(set(pages))
+    titles = [title or heading(DOCS / f"{page}.md") for page, title in entries() if "*" not in page]
+    assert len(titles) == len({title.lower() for title in titles}), titles
+
+
+def heading(page):
+    return re.search(r"^# (.+)$", page.read_text(), re.MULTILINE)[1]
+
+
+def test_the_front_page_has_how_to_install_code_and_one_picture():
+    front = (DOCS / "index.md").read_text().split("\n| ")[0]
+    assert "pip install ." in front
+    (code,) = re.findall(r"```python\n(.*?)```", front, re.DOTALL)
+    assert 8 <= len([line for line in code.splitlines() if line]) <= 14
+    assert front.count("![") == 1
+
+
+WIDTH = 88
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/tutorial.md"])
+def test_code_fits_into_its_column(page):
+    """What the site shows without a bar to scroll: the comments at the right edge are what explains."""
+    blocks = re.findall(r"^```(?:python|bash|diff)\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > WIDTH] == []
+
+
+def test_a_class_of_the_api_begins_with_its_sentence():
+    for package in ("sphinx", "myst_parser"):
+        pytest.importorskip(package, reason=f"needs the package {package}")
+    import fabricamp
+
+    conf = script("conf")
+    for thing in (fabricamp.Trainer, fabricamp.CudaGraph):
+        lines = inspect.getdoc(thing).splitlines()
+        sentence = lines[0]
+        conf.with_import(None, "class", f"fabricamp.{thing.__name__}", thing, None, lines)
+        assert lines[0] == sentence
+        assert lines.index(f"``from fabricamp import {thing.__name__}``") < 6
+        is_long = thing is fabricamp.Trainer
+        assert ("   Trainer(" in lines[-60:]) == is_long
+        shown = conf.without_long_signature(None, "class", "", thing, None, "(a, b)", None)
+        assert shown == (("(...)", None) if is_long else None)
+
+
+SPHINX = """#!/bin/sh
+# Stands for Sphinx: writes pages into the last folder that is named, or leaves in the middle.
+for folder; do :; done
+mkdir -p "$folder" && echo "$1" > "$folder/first.html"
+test -e interrupt && exit 1
+echo whole > "$folder/index.html"
+"""
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_an_interrupted_build_leaves_the_site_and_does_not_spoil_the_next(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    binaries = tmp_path / ".venv" / "bin"
+    binaries.mkdir(parents=True)
+    for name in (".torch", ".installed"):
+        (tmp_path / ".venv" / name).touch()
+    (binaries / "sphinx-build").write_text(SPHINX)
+    (binaries / "sphinx-build").chmod(0o755)
+
+    def make():
+        return subprocess.run(["make", "site"], cwd=tmp_path, capture_output=True, check=False).returncode
+
+    site = tmp_path / "build" / "site"
+    (tmp_path / "interrupt").touch()
+    assert make() != 0
+    assert not site.exists()
+    (tmp_path / "interrupt").unlink()
+    assert make() == 0
+    assert (site / "index.html").read_text() == "whole\n"
+    (tmp_path / "interrupt").touch()
+    assert make() != 0
+    assert (site / "index.html").exists()
+    (tmp_path / "interrupt").unlink()
+    assert make() == 0
+    assert [path.name for path in (tmp_path / "build").iterdir()] == ["site"]
