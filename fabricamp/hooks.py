@@ -321,5 +321,14 @@ class Hooks:
         """Returns the calls of ``name``: callbacks first, then the module."""
         return self.callbacks(name) + self.module(name)
 
+    def of_program(self, *names: str) -> bool:
+        """Returns whether any of these hooks is overridden outside of this package, and so may look at anything."""
+        parts = [*((callback, Callback) for callback in self._callbacks), (self._module, ModuleHooks)]
+        return any(
+            overrides(part, name, base) and not str(getattr(part, name).__module__).startswith("fabricamp.")
+            for part, base in parts
+            for name in names
+        )
+
     def _profiled(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         return call if self._profiler is None else profiled(self._profiler, name, call)

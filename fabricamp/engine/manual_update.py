@@ -116,7 +116,8 @@ class ManualUpdate(Update):
             plan.step_shown(partial(self._run_hooks, optimizer))
         else:
             plan.step(self._clips.pop(optimizer, None))
-        if self._scales and (self._hooks.before_step or not isinstance(optimizer, FusedOptimizer)):
+        writes = not isinstance(optimizer, FusedOptimizer) or optimizer.leaves_gradients
+        if self._scales and (self._hooks.before_step or writes):
             # The step has unscaled them where they are, in .grad.
             self._gradient_scales.note(self._parts.precision.gradients(optimizer).parameters, unscaled=True)
         self.stepped = True

@@ -29,6 +29,7 @@ from fabricamp.gradients.memory import GradientMemory
 from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
 from fabricamp.ops.tensors import HALF_DTYPES
+from fabricamp.optimizers import FusedOptimizer
 from fabricamp.optimizers.closures import takes_closure
 from fabricamp.precision.base import Precision
 from fabricamp.precision.level import OptLevel
@@ -104,6 +105,12 @@ class Update:
         self._advances_at_once = self.schedules.follow_steps and not schedules_wait
         # _compare_kinds, which runs once, replaces it by an object without itself.
         self._hooks = resolve_hooks(parts, self._optimizer)
+        # Hooks of the program that run before the next zero_grad may look at the gradients that an update has used.  An overridden
+        # optimizer_zero_grad may keep them, to add to them: they keep their scale.
+        looks_after = parts.hooks.of_program("on_train_batch_end", "on_before_zero_grad")
+        for optimizer in parts.optimizers:
+            if isinstance(optimizer, FusedOptimizer):
+                optimizer.leaves_gradients = looks_after and self._hooks.zero_grad is None
         self._closure: StepClosure | None = None
         """What the optimizer's step, or the module's ``optimizer_step``, can call; None: the optimizer needs none."""
         self._batch: tuple[Batch, int] | None = None  # of the step, while the closure may run it again

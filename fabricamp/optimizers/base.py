@@ -79,6 +79,8 @@ class FusedOptimizer(NamesKeywords, Optimizer):
     _steering: ops.Steering | None = None  # of the next step; None: the step is not controlled by a Precision
     after_update: Callable[[int], object] | None = None
     """Called at the end of an update, before the hooks of the step, with the number of parameters that kernels have written."""
+    leaves_gradients = False
+    """Whether the Precision's update leaves in ``.grad`` what it has used, unscaled and clipped: set while hooks may look there."""
     _own_state: ops.StepState | None = None
     _watched: WatchedState | None = None  # the state whose tensors the rows hold, and the count of its changes then
     _changes = 0

@@ -53,13 +53,14 @@ from fabricamp.errors import ConfigError
 from fabricamp.gradients.flat import IN_PLACE, Gradients
 from fabricamp.gradients.memory import GradientMemory
 from fabricamp.ops.layouts import elements_of
+from fabricamp.ops.shards import local_gradient
 from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.optimizers.closures import demands_closure
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.master_weights import MasterWeights, round_to
 from fabricamp.precision.nonfinite_tracker import GradStatsRecord, NonFiniteTracker
-from fabricamp.precision.param_grads import ParamGradMap, create_grad, flags_of, values_of
+from fabricamp.precision.param_grads import Gradient, ParamGradMap, create_grad, flags_of, values_of
 from fabricamp.precision.step_results import StepResults
 from fabricamp.precision.torch_updates import (
     StepClosure,
@@ -270,10 +271,12 @@ class Stages:
         (run or self.optimizer.step)()
 
     def launch(self, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
-        """Updates from the gradients in the strategy's buffers, by kernels; ``.grad`` stays as it is."""
+        """Updates from the gradients in the strategy's buffers, by kernels; writes ``.grad`` only if hooks may look there."""
         optimizer = self.optimizer
         flags = None if gradients.present is None else flags_of(gradients.present)
         optimizer.gather(gradients.tensors, None, flags)
+        state: ops.StepState | None = None
+        max_value: float | None = None
         if clip is None and gradients.divisor == 1 and gradients.weight is None:
             optimizer.steer(None)  # the gradients are used as they are: no statistics, no finish
         else:
@@ -286,6 +289,11 @@ class Stages:
             ops.finish(state, statistics, scale=scale, divisor=gradients.divisor, max_norm=max_norm)
             optimizer.steer(state, limit=max_value, skips=False)
         optimizer.step()
+        if optimizer.leaves_gradients:
+            write_gradients(optimizer, gradients._replace(divisor=1, weight=None))
+            if state is not None:
+                used = [one for one in map(local_gradient, owned_parameters(optimizer)) if one is not None]
+                ops.scale(used, used, state.multiplier, max_value)
 
     def ends_training_step(self, optimizer: FusedOptimizer) -> bool:
         """Returns whether :meth:`launch`, given the loss, also launches the end of the training step."""
@@ -427,7 +435,10 @@ class ScaledStages(Stages):
         self.after()
 
     def launch(self, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
-        """Launches statistics, finish and update; the kernels read the gradients where they are, and ``.grad`` stays as it is."""
+        """Launches statistics, finish and update; the kernels read the gradients where they are.
+
+        ``.grad`` stays as it is, unless hooks may look there after the update: then one more launch unscales and clips it.
+        """
         optimizer = self.optimizer
         params = self.params
         skips = self._skips
@@ -461,6 +472,9 @@ class ScaledStages(Stages):
         optimizer.step()
         if params.sums:
             params.memory.clear()
+        elif optimizer.leaves_gradients and self._masters is None:
+            sources, destinations = self._places(params.gather(gradients))
+            ops.scale(sources, destinations, self._state.multiplier, max_value)
 
     def _note_update(self, written: int) -> None:
         """Notes what the update itself has written; ``written``: the number of parameters that kernels have written."""
@@ -575,9 +589,7 @@ class ScaledStages(Stages):
         for master in params.master_params:
             if id(master) not in filled:
                 master.grad = None
-        pairs = [create_grad(gradient) for gradient in gathered]
-        sources = params.local_shards([source for source, _ in pairs])
-        destinations = params.local_shards([destination for _, destination in pairs])
+        sources, destinations = self._places(gathered)
         max_norm, max_value = clip_limits(clip)
         scale = gradients.carried(self._scale)
         divisor = gradients.divisor
@@ -590,6 +602,13 @@ class ScaledStages(Stages):
             return
         self._check([gradient.master for gradient in gathered], sources, scale, divisor, max_norm, loss)
         ops.scale(sources, destinations, self._state.multiplier, max_value)
+
+    def _places(self, gathered: Sequence[Gradient]) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the memory of these gradients, and that of the masters' ``.grad``, which is set: often the same."""
+        pairs = [create_grad(gradient) for gradient in gathered]
+        sources = self.params.local_shards([source for source, _ in pairs])
+        destinations = self.params.local_shards([destination for _, destination in pairs])
+        return sources, destinations
 
     def _take_edits(self, shown: list[Tensor | None], clip: Clip | None) -> Tensor:
         """Makes the step use the gradients that hooks left in ``.grad``, clipped; returns the flag that skips the step.
