@@ -18,6 +18,7 @@ from fabricamp._utils import lightning_alias
 from fabricamp.agenda import PassEnd
 from fabricamp.data import set_epoch
 from fabricamp.engine.entries import Deadline, Flush, Interruption, Stop, Validation
+from fabricamp.engine.time_spent import SlowData
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import call_all, call_hook
 from fabricamp.state import Scope
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from fabricamp.data import Feed
     from fabricamp.engine.optimizer_setup import SchedulerConfig
     from fabricamp.engine.resume import ResumePoint
+    from fabricamp.engine.time_spent import TimeSpent
     from fabricamp.engine.update import Update
     from fabricamp.hooks import Calls, Hooks
     from fabricamp.metrics import Metrics
@@ -72,6 +74,9 @@ class FitParts:
     together: Callable[[Iterable[Batch]], Iterator[Batch]]
     """Makes the ranks begin a pass over their batches together."""
     meet_at_end_of_data: Callable[[int], None]
+    time_spent: TimeSpent
+    say: Callable[[str], None] | None
+    """Logs a line; None where the run is silent."""
     renew: Callable[[FitParts], None]
     """Called before each epoch: replaces the loaders if the epoch reloads them."""
 
@@ -98,6 +103,8 @@ class TrainingLoop:
         if self._settings.max_time is not None:
             self._agenda.add(self._deadline)
         self._agenda.add(self._validation, self._stop, self._interruption)
+        if parts.say is not None:
+            self._agenda.add(SlowData(parts, parts.say))
         self._agenda.begin(parts.state, update.batches_to)
         self._accumulate_grad_nodes: list[GradientEdge] = []
         self._warned_of_no_step = False
@@ -227,7 +234,10 @@ class TrainingLoop:
         steps_before = state.global_step
         update.begin_epoch(first)
         agenda.renew()
-        state.batches = enumerate(update.read(self.parts.together(feed.starting_at(first))), first)
+        batches: Iterable[Batch] = feed.starting_at(first)
+        if self.parts.say is not None:
+            batches = self.parts.time_spent.reading(batches)  # without the wait for the first batches of other ranks
+        state.batches = enumerate(update.read(self.parts.together(batches)), first)
         # A resumed epoch may have been saved after its last batch: then no batch is left, and the epoch only has to be finished.
         last = first > 0
         skipped = False
@@ -346,7 +356,8 @@ class TrainingLoop:
         self.metrics.drain()
         self.metrics.reduce_steps(self.state.global_step)
         self.state.user_call.batch = None
-        cut_short = validate()
+        with self.parts.time_spent.part("validation"):
+            cut_short = validate()
         if not cut_short:
             self.state.validated_at = self.state.batches_done
         self.state.user_call.scope = Scope.TRAIN_STEP

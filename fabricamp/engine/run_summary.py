@@ -44,6 +44,11 @@ class RunSummary:
         self.is_trial = False
         """Whether the run is a trial of the Tuner, of which there are many."""
 
+    @property
+    def speaks_of_time(self) -> bool:
+        """Whether lines tell where the time of this fit goes."""
+        return self._speaks and not self.is_trial and not self._trainer.fast_dev_run
+
     def begin(self) -> None:
         """Logs what a fit runs on, where its files go, and what it resumes from."""
         self._first = self._trainer.state.batches_done
@@ -94,6 +99,9 @@ class RunSummary:
     def end(self) -> None:
         """Logs why a fit ended, and its best checkpoint; the end of a ``fast_dev_run`` is known."""
         if not self._trainer.fast_dev_run:
+            verdict = self._session.time_spent.verdict()
+            if verdict and self.speaks_of_time:
+                self.say(verdict if self._trainer.world_size == 1 else f"{verdict} (rank 0)")
             parts = (self._ending(), best_checkpoint(self._trainer))
             self.say("; ".join(part for part in parts if part))
 

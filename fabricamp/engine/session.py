@@ -48,6 +48,7 @@ from fabricamp.engine.run_summary import RunSummary
 from fabricamp.engine.schedules import check_schedule_lengths, schedule_lengths
 from fabricamp.engine.sharding_checks import check_saving, shard_module
 from fabricamp.engine.source import DataSource, GivenData
+from fabricamp.engine.time_spent import TimeSpent
 from fabricamp.engine.update import Update
 from fabricamp.engine.world_change import keep_samples_of_a_step
 from fabricamp.errors import ConfigError
@@ -125,6 +126,7 @@ class Session:
         self.compilation = Compilation(self)
         self.predicted: PredictionRecord | None = None
         self.data = DataSource(source, module, self.strategy, self.precision, settings, trainer.state)
+        self.time_spent = TimeSpent()
         self.run_summary = RunSummary(self)
 
     @property
@@ -352,6 +354,8 @@ class Session:
             resume_point=self.resume_point,
             together=self.watchdog.together,
             meet_at_end_of_data=self.watchdog.meet_at_end_of_data,
+            time_spent=self.time_spent,
+            say=self.run_summary.say if self.run_summary.speaks_of_time else None,
             renew=self._renew,
         )
 
@@ -566,6 +570,12 @@ class Session:
 
         Every rank has to call it; an error is raised on all of them.
         """
+        with self.time_spent.part("saves"):
+            self._save_checkpoint(filepath, weights_only=weights_only, write=write)
+
+    def _save_checkpoint(
+        self, filepath: str, *, weights_only: bool, write: Callable[[str, StateDict], None] | None
+    ) -> None:
         check_saving(self)
         check_peers()  # raises if anything was computed without one of the ranks
         checkpoint = self.record.save(*(WEIGHTS_ONLY if weights_only else ()))
