@@ -18,7 +18,7 @@ from fabricamp.arguments.checks import check_kind
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.optimizers.closures import demands_closure
-from fabricamp.optimizers.later_groups import refuse_later_group
+from fabricamp.optimizers.later_groups import check_later_groups, refuse_later_group
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.master_weights import module_parameter
 from fabricamp.torch_private import AnyBatchNorm
@@ -204,6 +204,8 @@ class BaseFinetuning(Callback):
             before = [(group, list(group["params"])) for group in optimizer.param_groups]
             self.finetune_function(pl_module, trainer.current_epoch, optimizer)
             self._refuse_changes_in_place(optimizer, before)
+        for config in trainer.lr_scheduler_configs:  # under manual optimization too, where the user steps them
+            check_later_groups(config.scheduler)
         self._record(trainer, pl_module)
 
     def state_dict(self) -> StateDict:

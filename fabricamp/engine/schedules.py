@@ -39,11 +39,10 @@ class Schedules:
         """Sorts the present schedulers by interval: hooks before an epoch may have replaced them, or added parameter groups."""
         configs = self._configs
         for config in configs:
-            optimizer = getattr(config.scheduler, "optimizer", None)
-            if isinstance(optimizer, Optimizer):
-                groups = len(optimizer.param_groups)
-                when = f"{type(optimizer).__name__} has {groups} parameter groups since a hook has added one"
-                check_later_groups(config.scheduler, optimizer, when)
+            check_later_groups(config.scheduler)
+        optimizers = [getattr(config.scheduler, "optimizer", None) for config in configs]
+        self._optimizers = [one for one in optimizers if isinstance(one, Optimizer)]
+        self._groups = self._count_groups()
         self.by_step = [config for config in configs if config.interval == "step"]
         """The schedulers that step by steps."""
         self._by_epoch = [config for config in configs if config.interval == "epoch" and not config.reduce_on_plateau]
@@ -84,7 +83,12 @@ class Schedules:
             if (epoch + 1) % config.frequency == 0:
                 self._step(config)
 
+    def _count_groups(self) -> list[int]:
+        return [len(optimizer.param_groups) for optimizer in self._optimizers]
+
     def _step(self, config: SchedulerConfig) -> None:
+        if self._count_groups() != self._groups:  # a hook within the epoch has added one
+            self.sort()
         metric = None
         if config.reduce_on_plateau:
             metric = self._monitored(config)

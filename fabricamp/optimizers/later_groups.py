@@ -7,16 +7,12 @@ has none for a new group; and a warm-up by ``LinearLR`` or ``ConstantLR`` would 
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import TYPE_CHECKING
 
-from torch.optim import lr_scheduler
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR
 
 from fabricamp.errors import ConfigError
 from fabricamp.torch_private import inner_schedules, milestones_of
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 _SETS_EVERY_RATE = (
     lr_scheduler.LambdaLR,
@@ -51,11 +47,15 @@ def refuse_later_group(schedule: object, steps: float | None, when: str) -> None
     raise ConfigError(f"{when}, and {type(schedule).__name__} {reason}{inner}; {_CURE}")
 
 
-def check_later_groups(schedule: object, optimizer: Optimizer, when: str) -> None:
-    """Raises :class:`ConfigError` if ``optimizer`` has groups that its ``schedule`` was not made for, and cannot take now.
+def check_later_groups(schedule: object) -> None:
+    """Raises :class:`ConfigError` if the optimizer has groups that its ``schedule`` was not made for, and cannot take now.
 
     A cosine's restart reads the rate with which a group began: for a new one, the present rate.
     """
+    optimizer = getattr(schedule, "optimizer", None)
+    if not isinstance(optimizer, Optimizer):
+        return
+    when = f"{type(optimizer).__name__} has {len(optimizer.param_groups)} parameter groups since a hook has added one"
     for part in [schedule, *inner_schedules(schedule)]:
         rates = getattr(part, "base_lrs", None)
         if not isinstance(rates, list) or len(rates) >= len(optimizer.param_groups):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fabricamp import TrainingModule
+from fabricamp import Callback, TrainingModule
 from fabricamp.callbacks import BackboneFinetuning, BaseFinetuning
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.optimizers import FusedAdam
@@ -348,6 +349,91 @@ def test_a_schedule_that_has_no_rate_for_the_group_is_refused(name):
     with pytest.raises(ConfigError, match=rf"SGD has 2 parameter groups since a hook has added one, and {kind} "):
         scheduled(REFUSED[name], Adds())
     assert len(set(begun)) <= 4
+
+
+def test_every_schedule_of_torchs_is_tried():
+    kinds = {kind for kind in vars(S).values() if isinstance(kind, type) and issubclass(kind, S.LRScheduler)}
+    names = {kind.__name__ for kind in kinds if not kind.__name__.endswith("LRScheduler")}  # torch's base class
+    made = {
+        type(make(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1))).__name__ for make in (WORKS | REFUSED).values()
+    }
+    assert names <= made
+
+
+def test_a_group_that_comes_later_follows_a_plateau_from_its_own_rate():
+    callback = Adds()
+    scheduled(lambda o: S.ReduceLROnPlateau(o, mode="max", factor=0.5, patience=0, threshold=100.0), callback)
+    assert [rates[0] for rates in callback.rates] == pytest.approx([0.1, 0.1, 0.05, 0.025])
+    assert [rates[1] for rates in callback.rates[1:]] == pytest.approx([0.7, 0.35, 0.175])
+
+
+class ByHand(Scheduled):
+    """Under manual optimization; steps its schedule at the end of each epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.optimizers().zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()
+
+    def on_train_epoch_end(self):
+        self.scheduler.step()
+
+
+@pytest.mark.parametrize("name", ["LinearLR", "ConstantLR", "LambdaLR", "OneCycleLR", "CosineAnnealingWarmRestarts"])
+def test_a_schedule_that_the_user_steps_is_refused_too(name):
+    module = type("Made", (ByHand,), {"make": staticmethod(REFUSED[name])})()
+    with pytest.raises(ConfigError, match=rf"SGD has 2 parameter groups since a hook has added one, and {name} "):
+        quiet_trainer(max_epochs=4, callbacks=[Adds()]).fit(module, loader(16, 4))
+
+
+def test_a_schedule_that_the_user_steps_takes_a_group_that_it_can():
+    callback = Adds()
+    module = type("Made", (ByHand,), {"make": staticmethod(WORKS["StepLR"])})()
+    quiet_trainer(max_epochs=4, callbacks=[callback]).fit(module, loader(16, 4))
+    assert callback.rates[1:] == [[0.05, 0.7], [0.025, 0.35], [0.0125, 0.175]]
+
+
+class AddsWithin(Callback):
+    """Adds the backbone to the optimizer within the second epoch."""
+
+    def __init__(self):
+        self.rates = []
+
+    def setup(self, trainer, pl_module, stage):
+        pl_module.backbone.requires_grad_(False)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        optimizer = trainer.optimizers[0]
+        if trainer.global_step == 6:
+            pl_module.backbone.requires_grad_(True)
+            optimizer.add_param_group({"params": list(pl_module.backbone.parameters()), "lr": 0.7})
+        self.rates.append([group["lr"] for group in optimizer.param_groups])
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+@pytest.mark.parametrize("name", ["LinearLR", "ConstantLR", "LambdaLR", "OneCycleLR", "CosineAnnealingWarmRestarts"])
+def test_a_group_that_comes_within_an_epoch_is_refused_at_the_next_step_of_the_schedule(name, interval):
+    makes = {
+        **REFUSED,
+        "LinearLR": lambda o: S.LinearLR(o, 0.1, total_iters=20),
+        "ConstantLR": lambda o: S.ConstantLR(o, 0.5, 20),
+    }
+    callback = AddsWithin()
+    with pytest.raises(ConfigError, match=rf"SGD has 2 parameter groups since a hook has added one, and {name} "):
+        scheduled(makes[name], callback, interval=interval)
+    assert len(callback.rates) == {"step": 6, "epoch": 7}[interval]
+
+
+def test_a_group_that_comes_within_an_epoch_follows_the_schedule():
+    callback = AddsWithin()
+    scheduled(lambda o: S.CosineAnnealingLR(o, 4), callback, interval="step")
+    later = [rates[1] for rates in callback.rates if len(rates) == 2]
+    factors = [(1 + math.cos(math.pi * step / 4)) / 2 for step in range(6, 10)]
+    assert later[:4] == pytest.approx([0.7 * factor / factors[0] for factor in factors])
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
