@@ -169,7 +169,7 @@ class Float8(OptLevel):
     def slowness(self, *, compiled: bool) -> str:
         """Returns a line if a GPU's products are slow because nothing is ``compiled``."""
         if compiled or self._device.type == "cpu" or self._choice is None or not self._choice.layers:
-            return ""
+            return super().slowness(compiled=compiled)
         return (
             f"float8 without torch.compile is slower than {self.level.name}: give Trainer(compile='blocks'), or "
             f"precision={self.level.name!r}"

@@ -442,6 +442,21 @@ class OptLevel(Precision):
         with self._outside[0], self._outside[1]:
             super().step_prepared(optimizer, run)
 
+    def slowness(self, *, compiled: bool) -> str:
+        """Returns a line if RMSNorms are slow: torch's fused operation needs weights of the dtype that autocast gives inputs."""
+        module, autocast = self._full.module, self.level.autocast
+        if compiled or module is None or autocast is None:
+            return ""
+        weights = [layer.weight for layer in module.modules() if type(layer) is nn.RMSNorm]
+        count = sum(weight is not None and weight.dtype != autocast for weight in weights)
+        if count == 0:
+            return ""
+        norms = "1 RMSNorm has" if count == 1 else f"{count} RMSNorms have"
+        return (
+            f"{norms} fp32 weights and, at precision {self.name!r}, inputs in {str(autocast).removeprefix('torch.')}: torch takes "
+            "several operations for each; fabricamp.nn.fuse(module) before the fit, or in configure_model(), makes them one"
+        )
+
     # -- state -------------------------------------------------------------------------------------------------------------------
 
     def take_edits(self, *, look: bool = False) -> None:

@@ -4,11 +4,13 @@ import re
 import signal
 
 import pytest
+from torch import nn
 from torch.utils.data import DataLoader
 
-from fabricamp import Callback
+from fabricamp import Callback, Compile
 from fabricamp.callbacks import DeviceStatsMonitor, EarlyStopping, GradientMonitor, LearningRateMonitor, ModelCheckpoint
 from fabricamp.loggers import CSVLogger, TensorBoardLogger
+from fabricamp.nn import fuse
 from tests.small import Classifier, data, loader, quiet_trainer
 
 
@@ -200,3 +202,34 @@ def test_without_rows_only_values_of_epochs_are_logged(every, tmp_path):
     names, *rows = file.read_text().splitlines()
     assert set(names.split(",")) == {"epoch", "step", "val_loss"}
     assert len(rows) == 2
+
+
+class WithNorms(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.net.insert(0, nn.RMSNorm(8))
+        self.net.insert(2, nn.RMSNorm(16))
+        self.net.insert(1, nn.RMSNorm(8, elementwise_affine=False))
+
+
+SLOW_NORMS = (
+    "2 RMSNorms have fp32 weights and, at precision 'LEVEL', inputs in DTYPE: torch takes several operations for each; "
+    "fabricamp.nn.fuse(module) before the fit, or in configure_model(), makes them one"
+)
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype"), [("O1", "float16"), ("O4", "bfloat16"), ("O0", ""), ("O2", ""), ("O5", ""), ("bf16-true", "")]
+)
+def test_norms_that_autocast_makes_slow_are_told_with_their_cure(caplog, level, dtype):
+    def said(module, **options):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="fabricamp"):
+            quiet_trainer(max_steps=1, precision=level, **options).fit(module, loader(16))
+        return [line for line in caplog.messages if "RMSNorm" in line]
+
+    expected = [SLOW_NORMS.replace("LEVEL", level).replace("DTYPE", dtype)] if dtype else []
+    assert said(WithNorms()) == expected
+    assert said(fuse(WithNorms())) == []
+    assert said(WithNorms(), compile=Compile("modules", backend="eager")) == []
+    assert said(Classifier()) == []
