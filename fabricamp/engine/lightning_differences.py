@@ -6,6 +6,7 @@ run to which it applies; code with facts that the session does not know calls ``
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader
@@ -68,10 +69,7 @@ def _model_checkpoints(session: Session) -> list[ModelCheckpoint]:
 def _of_optimization(session: Session) -> Iterator[str]:
     module = session.module
     if not module.automatic_optimization and len(session.optimizers) > 1:
-        yield (
-            f"global_step, max_steps and the axis of logs count each training_step once, with {len(session.optimizers)} optimizers "
-            "too; Lightning counts each optimizer's step"
-        )
+        yield _of_counts(len(session.optimizers), session.settings.max_steps)
     if module.automatic_optimization and overrides(module, "optimizer_step", TrainingModule):
         yield (
             f"{type(module).__name__}.optimizer_step is called after training_step and backward; in Lightning its closure runs "
@@ -86,6 +84,20 @@ def _of_optimization(session: Session) -> Iterator[str]:
         )
     if session.trainer.precision in ("bf16-true", "16-true"):
         yield f"{session.trainer.precision}: after the run the module is fp32 again; in Lightning it stays half"
+
+
+def _of_counts(optimizers: int, max_steps: int) -> str:
+    """Returns how steps by hand are counted, and which ``max_steps`` (-1: no limit) trains as long as Lightning does."""
+    line = (
+        f"global_step, max_steps, every_n_train_steps and the axis of logs count each training_step once, with {optimizers} "
+        "optimizers too; Lightning counts each optimizer's step"
+    )
+    if max_steps <= 0:
+        return line
+    return (
+        f"{line}. max_steps={max_steps} makes so many training_steps here: where each steps all optimizers, write "
+        f"max_steps={math.ceil(max_steps / optimizers)} to train as long as Lightning"
+    )
 
 
 def _of_data(session: Session) -> Iterator[str]:

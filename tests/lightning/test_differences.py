@@ -210,6 +210,17 @@ def test_a_run_to_which_a_row_applies_says_so(name, for_lightning, caplog):
     assert found[0].endswith("(fabricamp help from-lightning)")
 
 
+def test_the_line_on_several_optimizers_says_which_max_steps_trains_as_long(for_lightning, caplog):
+    fit(Alternating(), loader(16), max_steps=3)
+    (line,) = [line for line in caplog.messages if "count each training_step once" in line]
+    assert (
+        "max_steps=3 makes so many training_steps here: where each steps all optimizers, write max_steps=2 to" in line
+    )
+    caplog.clear()
+    fit(Alternating(), loader(16))
+    assert "to train as long" not in caplog.text
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_natively_no_run_says_so(name, caplog):
     module, options, words = RUNS[name]

@@ -53,7 +53,8 @@ def test_classes_that_are_not_offered_can_be_named_but_not_constructed(alias):
         assert not isinstance(fabricamp.Callback(), kind)
         for one, words in ((kind, "Lightning's "), (derived, "Mine cannot be constructed: Lightning's ")):
             with pytest.raises(
-                fabricamp.ConfigError, match=rf"^{words}.*{name} is not offered by fabricamp: [a-z'].*from-lightning.md"
+                fabricamp.ConfigError,
+                match=rf"^{words}.*{name} is not offered by fabricamp: [a-z'].*fabricamp help from-lightning",
             ):
                 one(size=4)
 

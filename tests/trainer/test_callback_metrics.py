@@ -206,6 +206,22 @@ def test_the_sanity_checks_values_are_seen_in_it_and_gone_behind_it():
     assert trainer.callback_metrics["val"] == 101.0
 
 
+def test_the_sanity_checks_values_of_several_loaders_are_seen_in_it():
+    class Several(Counts):
+        def validation_step(self, batch, batch_idx, dataloader_idx):
+            self.log("val", 100.0 + dataloader_idx)
+
+        def on_train_start(self):
+            self.note("train start")
+
+    module = Several()
+    quiet_trainer(max_epochs=1, num_sanity_val_steps=1).fit(module, loader(8), [loader(8), loader(8)])
+    assert module.seen[:2] == [
+        ("validation", {"val/dataloader_idx_0": 100.0, "val/dataloader_idx_1": 101.0}),
+        ("train start", {}),
+    ]
+
+
 class Decides(Counts):
     """Logs the monitored values in the hooks of an epoch's end."""
 
