@@ -79,10 +79,9 @@ class ProcessGroupStrategy(Strategy):
         # Imported before the default group exists, so that the module does not keep the group alive after teardown: its functions
         # have the default group of the time of the import as a default argument, and torch may import it later by itself.
         importlib.import_module("torch.distributed.nn.functional")
-        backend = "nccl" if device.type == "cuda" else "gloo"
         self._store = self._new_store(environment)
         dist.init_process_group(
-            backend,
+            self._backend_for(device),
             store=PrefixStore("process_group", self._store),
             rank=environment.rank,
             world_size=environment.world_size,
@@ -90,6 +89,12 @@ class ProcessGroupStrategy(Strategy):
             device_id=device if device.type == "cuda" else None,
         )
         self._owns_group = True
+
+    def _backend_for(self, device: torch.device) -> str:
+        """Returns the backend of torch.distributed for tensors on ``device``, and on the host if parts are offloaded to it."""
+        if device.type != "cuda":
+            return "gloo"
+        return "cpu:gloo,cuda:nccl" if self.offload else "nccl"
 
     def _use_existing_group(self, environment: Environment) -> None:
         """Uses the process group that the program created, and leaves its teardown to the program."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from fabricamp import Callback, ConfigError
 from fabricamp.callbacks import (
@@ -23,9 +24,10 @@ from fabricamp.errors import CheckpointError
 from fabricamp.loggers import TensorBoardLogger
 from fabricamp.optimizers import FusedAdam
 from fabricamp.precision import OptLevel
-from fabricamp.strategies import FSDP, Environment
+from fabricamp.strategies import DDP, FSDP, Environment
 from fabricamp.strategies.fsdp_units import described, units_of
 from fabricamp.tuner import Tuner
+from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer
 
 
@@ -404,3 +406,50 @@ def test_parameters_without_a_dimension_are_named(entry, frozen):
     words = r"temperature, net.scale of Scaled has none; give it one element, .*zeros\(1\)"
     with pytest.raises(ConfigError, match=words):
         getattr(trainer, entry)(Scaled(), loader(8))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "device", "backends"),
+    [
+        (FSDP(offload=True), "cuda:0", {"cpu": "gloo", "cuda": "nccl"}),
+        (FSDP(), "cuda:0", {"cuda": "nccl"}),
+        (DDP(), "cuda:0", {"cuda": "nccl"}),
+        (FSDP(offload=True), "cpu", {"cpu": "gloo"}),
+        (FSDP(), "cpu", {"cpu": "gloo"}),
+    ],
+    ids=["offload", "fsdp", "ddp", "offload on a CPU", "fsdp on a CPU"],
+)
+def test_the_process_group_exchanges_where_the_parts_are(strategy, device, backends, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)  # without a GPU
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: asked.append(backend))
+    strategy.setup_environment(Environment(), torch.device(device))
+    strategy.teardown()
+    found = BackendConfig(Backend(asked[0])).get_device_backend_map()
+    assert {kind: found[kind] for kind in backends} == backends
+    assert device == "cpu" or found == backends
+
+
+def offloaded_parts():
+    """Returns the full values of an offloaded parameter and its gradient, as a hook reads them."""
+
+    class Reads(Classifier):
+        def on_before_optimizer_step(self, optimizer):
+            weight = self.net[0].weight
+            parts = weight.to_local().device.type, weight.grad.to_local().device.type
+            self.read = parts, weight.detach().full_tensor().clone(), weight.grad.full_tensor().clone()
+
+    module = Reads()
+    strategy = FSDP([nn.Linear], offload=True)
+    quiet_trainer(strategy=strategy, devices="auto", max_steps=1).fit(module, loader(16))
+    return module.read
+
+
+def test_hooks_read_full_values_of_offloaded_parts():
+    (parts, weight, gradient), (_, other_weight, other_gradient) = run_ranks(offloaded_parts, 2, backend=None)
+    assert parts == ("cpu", "cpu")
+    assert torch.equal(weight, Classifier().net[0].weight)
+    assert torch.equal(weight, other_weight)
+    assert torch.equal(gradient, other_gradient)
+    assert gradient.shape == weight.shape
+    assert bool(gradient.any())

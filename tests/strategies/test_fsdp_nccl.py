@@ -68,7 +68,7 @@ def exchanged_each_time(path):
 
 
 def places():
-    """Returns the devices of shards and gradients, the module's device and a gradient norm, under offload."""
+    """Returns the devices of shards and gradients, the module's device, a gradient norm and full values, under offload."""
 
     class Looking(Net):
         def on_before_optimizer_step(self, optimizer):
@@ -77,6 +77,7 @@ def places():
                 {one.to_local().device.type for one in parts},
                 self.device.type,
                 float(grad_norm(self, 2)[TOTAL]),
+                [one.full_tensor().clone() for one in parts],
             )
 
     seed_everything(5, verbose=False)
@@ -176,9 +177,11 @@ def test_a_folder_of_two_gpus_goes_on_with_one_and_is_read_without(ranks, folder
 
 
 def test_parts_that_are_offloaded_are_in_host_memory(ranks):
-    (devices, device, norm), (_, _, other) = (one["places"] for one in ranks)
+    (devices, device, norm, values), (_, _, other, other_values) = (one["places"] for one in ranks)
     assert (devices, device) == ({"cpu"}, "cuda")
     assert norm == other > 0
+    assert {value.device.type for value in values} == {"cpu"}
+    assert all(map(torch.equal, values, other_values))
 
 
 def test_a_folder_that_was_written_beside_training_goes_on_bit_for_bit(ranks):
