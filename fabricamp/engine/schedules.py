@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR, SequentialLR
 
 from fabricamp._utils import lightning_alias
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
 from fabricamp.optimizers.later_groups import check_later_groups
+from fabricamp.torch_private import inner_schedules, milestones_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,8 +34,9 @@ class Schedules:
         self._metrics = metrics
         self._state = state
         self._configs = configs
-        self._counts_batches = lightning_alias.is_installed()
+        self._as_lightning = lightning_alias.is_installed()
         self._own_step = module.lr_scheduler_step if overrides(module, "lr_scheduler_step", TrainingModule) else None
+        self._ended: set[int] = set()  # ids of schedules whose last rate was the last step's
         self.sort()
 
     def sort(self) -> None:
@@ -60,7 +64,7 @@ class Schedules:
 
         In a program written for Lightning, ``frequency`` counts the batches of the epoch, as there.
         """
-        done = self._state.batch_idx + 1 if self._counts_batches else applied_steps
+        done = self._state.batch_idx + 1 if self._as_lightning else applied_steps
         for config in self.by_step:
             if done % config.frequency == 0:
                 self._step(config)
@@ -89,6 +93,10 @@ class Schedules:
     def _step(self, config: SchedulerConfig) -> None:
         if self._count_groups() != self._groups:  # a hook within the epoch has added one
             self.sort()
+        cycle = ended_cycle(config.scheduler)
+        if cycle is not None and not self._as_lightning:
+            self._end(config, cycle)
+            return
         metric = None
         if config.reduce_on_plateau:
             metric = self._monitored(config)
@@ -98,6 +106,20 @@ class Schedules:
             self._own_step(config.scheduler, metric)
         else:
             TrainingModule.lr_scheduler_step(self.module, config.scheduler, metric)
+
+    def _end(self, config: SchedulerConfig, cycle: OneCycleLR) -> None:
+        """Leaves the rate of the last step in the groups; raises :class:`ConfigError` if another step was made after it."""
+        if id(config.scheduler) not in self._ended:
+            self._ended.add(id(config.scheduler))
+            return
+        steps = cycle.total_steps
+        length, limit = {"step": ("estimated_stepping_batches", "max_steps"), "epoch": ("max_epochs",) * 2}[
+            config.interval
+        ]
+        raise ConfigError(
+            f"a OneCycleLR of {steps} steps has ended, and the run goes on; build it with total_steps=self.trainer.{length}, or "
+            f"train with {limit}={steps * config.frequency}"
+        )
 
     def _monitored(self, config: SchedulerConfig) -> object:
         """Returns the monitored value; None if it was not logged since this scheduler's last step.
@@ -126,6 +148,22 @@ class Schedules:
                 f"{cure}"
             )
         return None
+
+
+def ended_cycle(schedule: object) -> OneCycleLR | None:
+    """Returns the OneCycleLR, ``schedule`` or one within it, that has no rate for another step; None if all have one.
+
+    torch's takes one step more, to a rate beyond its last: 0.0188 after 4e-7, or below zero.
+    """
+    if isinstance(schedule, OneCycleLR):
+        return schedule if schedule.last_epoch >= schedule.total_steps - 1 else None
+    parts = inner_schedules(schedule)
+    if isinstance(schedule, SequentialLR):
+        milestones = milestones_of(schedule)
+        next_step = schedule.last_epoch + 1
+        # At a milestone the next schedule begins.
+        parts = [] if next_step in milestones else [parts[bisect_right(milestones, next_step)]]
+    return next((cycle for part in parts if (cycle := ended_cycle(part)) is not None), None)
 
 
 def schedule_lengths(configs: Sequence[SchedulerConfig]) -> list[int | None]:

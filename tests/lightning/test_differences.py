@@ -42,6 +42,23 @@ def fit(module=None, train=None, ckpt_path=None, **options):
 # -- as in Lightning
 
 
+class Cycles(Classifier):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 1.0)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def test_a_cycle_is_moved_after_its_last_step(for_lightning):
+    trainer = fit(Cycles(), loader(20))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0188, rel=1e-2)
+
+
+def test_a_cycle_stays_at_its_last_rate():
+    trainer = fit(Cycles(), loader(20))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(4e-7)
+
+
 class Scheduled(Classifier):
     def __init__(self, frequency=1, overflow_at=-1):
         super().__init__()

@@ -22,6 +22,8 @@ MISSING = {}
 ON_PURPOSE = {
     # A subclass of DistributedSampler that a resumed run can enter at any position.
     "ddp_strategy": {"sampler DistributedSampler 4": "sampler SharingSampler 4"},
+    # A OneCycleLR stays at the rate of its last step (docs/how-to/schedules.md).
+    "diffusion_ema": {"rate 0.0003093059": "rate 0.0000000800"},
     # save_top_k=1 keeps the file before the best one, in case that one is damaged (docs/reliability.md).
     "hydra_template": {
         "files ['epoch_001.ckpt', 'last.ckpt']": "files ['epoch_000.ckpt', 'epoch_001.ckpt', 'last.ckpt']"

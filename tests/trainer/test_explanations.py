@@ -114,6 +114,13 @@ def test_a_batch_of_float64(layer):
 
 def test_a_schedule_that_is_at_its_end():
     class Cycle(Line):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers().step()
+            self.lr_schedulers().step()
+
         def configure_optimizers(self):
             optimizer = super().configure_optimizers()
             steps = self.options.pop("steps", None) or self.trainer.estimated_stepping_batches

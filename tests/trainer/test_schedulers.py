@@ -19,6 +19,7 @@ from fabricamp.callbacks import LearningRateMonitor, ProgressBar
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.checkpoint.plain import check_content, with_numpy, without_numpy
 from fabricamp.loggers import CSVLogger
+from fabricamp.precision import OptLevel
 from tests.small import Classifier, loader, quiet_trainer
 
 BATCHES = 4
@@ -154,6 +155,128 @@ def test_a_scheduler_that_needs_the_number_of_steps():
         optimizer.step()
         scheduler.step()
     assert rates(configure, accumulate_grad_batches=3) == expected
+
+
+CYCLES = {
+    "cosine": lambda o, steps: OneCycleLR(o, 0.1, steps),
+    "linear": lambda o, steps: OneCycleLR(o, 0.1, steps, anneal_strategy="linear"),
+    "three phases": lambda o, steps: OneCycleLR(o, 0.1, steps, three_phase=True),
+    "in a chain": lambda o, steps: lr_scheduler.ChainedScheduler(
+        [OneCycleLR(o, 0.1, steps), lr_scheduler.StepLR(o, 99)]
+    ),
+    "last in a sequence": lambda o, steps: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 1.0, 1), OneCycleLR(o, 0.1, steps - 2)], [2]
+    ),
+    "first in a sequence": lambda o, steps: lr_scheduler.SequentialLR(
+        o, [OneCycleLR(o, 0.1, steps - 2), lr_scheduler.ConstantLR(o, 0.5, 99)], [steps - 2]
+    ),
+}
+
+
+class Group(Callback):
+    """Records the learning rate and the momentum of each step, and what ``optimizers`` has after the fit."""
+
+    def __init__(self):
+        self.seen = []
+
+    def now(self, trainer):
+        group = trainer.optimizers[0].param_groups[0]
+        return float(group["lr"]), float(group["momentum"] if "momentum" in group else group["betas"][0])
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.seen.append(self.now(trainer))
+
+    def on_fit_end(self, trainer, pl_module):
+        self.after = self.now(trainer)
+
+
+def cycle(make, length, optimizer=torch.optim.SGD, **options):
+    """Returns a configure_optimizers with a schedule of ``length`` steps."""
+
+    def configure(self):
+        made = optimizer(self.parameters(), lr=0.1, **({"momentum": 0.9} if optimizer is torch.optim.SGD else {}))
+        return {"optimizer": made, "lr_scheduler": {"scheduler": make(made, length), "interval": "step", **options}}
+
+    return configure
+
+
+def fit_cycle(configure, *, epochs=1, **options):
+    group = Group()
+    model = type("Configured", (Classifier,), {"configure_optimizers": configure})()
+    trainer = quiet_trainer(max_epochs=epochs, callbacks=[group], **options)
+    trainer.fit(model, loader(5 * 4))
+    return group, trainer
+
+
+def cycle_by_hand(make, steps):
+    """Returns the rate and momentum of each step of a loop that does not move the schedule after its last step."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+    schedule = make(optimizer, steps)
+    seen = []
+    for step in range(steps):
+        seen.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+        optimizer.step()
+        if step < steps - 1:
+            schedule.step()
+    return seen
+
+
+@pytest.mark.parametrize("name", CYCLES)
+def test_a_cycle_ends_at_its_last_rate(name):
+    expected = cycle_by_hand(CYCLES[name], 5)
+    group, _ = fit_cycle(cycle(CYCLES[name], 5))
+    assert np.asarray(group.seen) == pytest.approx(np.asarray(expected))
+    assert group.after == pytest.approx(expected[-1])
+
+
+@pytest.mark.parametrize("precision", ["O0", "O1", "O2", "O3", "O4", "O5", "bf16-true", "bf16-mixed", "64-true"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_cycle_ends_at_its_last_rate_at_every_level(precision, optimizer, tmp_path):
+    level = OptLevel(precision, loss_scale=1.0) if precision in ("O1", "O2") else precision  # skips no step
+    group, trainer = fit_cycle(cycle(CYCLES["cosine"], 5, optimizer), precision=level)
+    steps = trainer.lr_scheduler_configs[0].scheduler.last_epoch
+    assert steps == len(group.seen) - 1
+    assert group.after == pytest.approx(group.seen[-1])
+    assert group.after[0] == pytest.approx(4e-7)
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    (saved,) = read_checkpoint(tmp_path / "end.ckpt")["optimizer_states"]
+    assert float(saved["param_groups"][0]["lr"]) == pytest.approx(4e-7)
+
+
+def test_a_cycle_by_epochs_and_every_second_step():
+    group, trainer = fit_cycle(cycle(CYCLES["cosine"], 3, interval="epoch"), epochs=3)
+    assert trainer.global_step == 15
+    assert group.after == pytest.approx(cycle_by_hand(CYCLES["cosine"], 3)[-1])
+    group, _ = fit_cycle(cycle(CYCLES["cosine"], 5, frequency=2), epochs=2)
+    assert group.after == pytest.approx(cycle_by_hand(CYCLES["cosine"], 5)[-1])
+
+
+@pytest.mark.parametrize(
+    ("options", "epochs", "cure"),
+    [
+        ({}, 2, r"total_steps=self.trainer.estimated_stepping_batches, or train with max_steps=5"),
+        ({"frequency": 2}, 3, r"total_steps=self.trainer.estimated_stepping_batches, or train with max_steps=10"),
+        ({"interval": "epoch"}, 7, r"total_steps=self.trainer.max_epochs, or train with max_epochs=5"),
+    ],
+)
+def test_a_run_that_goes_on_after_its_cycle_is_an_error(options, epochs, cure):
+    with pytest.raises(
+        ConfigError, match=rf"a OneCycleLR of 5 steps has ended, and the run goes on; build it with {cure}"
+    ):
+        fit_cycle(cycle(CYCLES["cosine"], 5, **options), epochs=epochs)
+
+
+def test_schedules_without_an_end_move_after_the_last_step_too():
+    """A longer run that resumes there goes on with the next rate."""
+    makes = [
+        (lr_scheduler.CosineAnnealingLR, 0.0),
+        (lr_scheduler.PolynomialLR, 0.0),
+        (lambda o, steps: lr_scheduler.LinearLR(o, 0.5, total_iters=steps), 0.1),
+        (lr_scheduler.CosineAnnealingWarmRestarts, 0.1),
+    ]
+    for make, after in makes:
+        group, _ = fit_cycle(cycle(make, 5))
+        assert group.after[0] == pytest.approx(after)
 
 
 def test_two_schedulers_of_one_optimizer():
