@@ -733,12 +733,97 @@ def graph_memory(result):
     return f"{head}\n\n{about}\n\n{table(['', 'level', 'eager', 'graph', 'ratio', 'target'], rows)}"
 
 
+def bits(result):
+    """What repeats, what depends on the batch, and RMSNorm under autocast: a table for each part that was measured."""
+    parts = [f"## Which bits repeat, and which depend on the batch, on {result['device']}"]
+    for part, (about, head, cells) in BITS.items():
+        rows = [cells(row) for row in result["rows"] if row["part"] == part]
+        parts += [about, table(head, rows)] if rows else []
+    return "\n\n".join(parts)
+
+
+def attention_bits(row):
+    """Returns the cells of an attention: which gradients have equal bits in each mode, and the times."""
+
+    def repeats(found):
+        if "refused" in found:
+            return "refused"
+        others = [f"{name} {found[name]}" for name in ("forward", "dq", "dk", "dv") if found[name]]
+        return f"not in {', '.join(others)}" if others else "all"
+
+    times = [cell(row.get(f"{mode}_ms"), "{:.3f}") for mode in ("default", "deterministic")]
+    modes = [repeats(row[mode]) for mode in ("default", "deterministic")]
+    return [row["size"], row["dtype"], row["backend"], *modes, *times, cell(row.get("cost"), "{:.2f}x")]
+
+
+def batch_bits(row):
+    """Returns the cells of an operation: the numbers of rows with the bits of one row alone, and all groups."""
+    alone, *others = row["groups"]
+    return [
+        row["operation"],
+        row["shape"],
+        row["dtype"],
+        "every" if not others else spans(alone, row["groups"]),
+        "; ".join(spans(group, row["groups"]) for group in others),
+    ]
+
+
+def spans(numbers, groups):
+    """Returns numbers of rows as text: "1 to 8, 16" where no number that was tried lies between 1 and 8 and is missing."""
+    tried = sorted(number for group in groups for number in group)
+    found = []
+    for number in numbers:
+        if found and tried.index(number) == tried.index(found[-1][-1]) + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(f"{span[0]} to {span[-1]}" if len(span) > 1 else str(span[0]) for span in found)
+
+
+def rms_norm_times(row):
+    """Returns the cells of an RMSNorm: ms of both ways, and the gain."""
+    times = [row[f"{name}_{way}_ms"] for way in ("forward", "both") for name in ("torch", "fused", "bf16")]
+    return [f"{row['rows']} x {row['width']}", *[f"{time:.4f}" for time in times], f"{row['times_fused']:.2f}x"]
+
+
+ABOUT_ATTENTION = """Attention (causal; batch x heads x length x width), its backward again and again from the same inputs: whether
+output and gradients had the bits of the first run each time; "not in dk 7" means that dk had others in 7 runs. Then the ms of
+backward, and those of the deterministic algorithms divided by those of torch's default."""
+ABOUT_BATCH = """The result for the first of m rows: for which m it has the bits of that row alone, and which other m give each
+other's bits. Groups are separated by a semicolon; between two numbers of a range all that were tried are in it."""
+ABOUT_RMS_NORM = """RMSNorm of bf16 inputs under autocast, ms: torch's with fp32 weights, the same after `fabricamp.nn.fuse`, and
+torch's with bf16 weights. "Gain" is torch's time for both with fp32 weights, divided by that after `fuse`."""
+BITS = {
+    "attention": (
+        ABOUT_ATTENTION,
+        ["size", "dtype", "backend", "by default", "deterministic", "ms", "ms, deterministic", "cost"],
+        attention_bits,
+    ),
+    "batch": (
+        ABOUT_BATCH,
+        ["operation", "shape", "dtype", "m with the bits of m = 1", "other groups of m"],
+        batch_bits,
+    ),
+    "rms_norm": (
+        ABOUT_RMS_NORM,
+        [
+            "rows x width",
+            *[f"{name}: {way}" for way in ("forward", "both") for name in ("torch", "fused", "bf16")],
+            "gain",
+        ],
+        rms_norm_times,
+    ),
+}
+"""For each part of benchmarks/bits.py: a text, the head of its table, and the cells of a row."""
+
+
 def cell(value, form="{:.2f}", factor=1.0):
     """Returns a number as text, or empty text for None: a CPU has no GPU time."""
     return "" if value is None else form.format(value * factor)
 
 
 RENDERERS = {
+    "bits": bits,
     "syncbn": syncbn,
     "overhead": overhead,
     "overhead_trees": overhead_trees,
