@@ -34,7 +34,7 @@ KNOWN = {
     r"there is no node": "the site's search is a script for browsers",
     # Installed packages.
     r"needs the package (IPython|comet_ml|cupy|datasets|furo|hydra-core|ipykernel|lightning|matplotlib|mlflow|myst_parser|nbclient"
-    r"|nbformat|onnx|onnxscript|optuna|pillow|pytorch_lightning|safetensors|sklearn|sphinx|torchao|torchdata|torchft|torchmetrics"
+    r"|nbformat|onnx|onnxscript|optuna|peft|pillow|pytorch_lightning|safetensors|sklearn|sphinx|torchao|torchdata|torchft|torchmetrics"
     r"|transformers|uv|wandb|webdataset)": "an extra, or another library",
     r"needs the nvidia-cuda-(nvrtc|runtime) wheel": "kernels are compiled with it; on CI its lack is a failure",
     r"fabricamp is not installed here, only importable": "its console script is tested",

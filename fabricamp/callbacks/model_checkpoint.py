@@ -81,6 +81,9 @@ class ModelCheckpoint(RotationMethods):
             end if all metrics are logged by then, else after validation.
         enable_version_counter: adds ``-v1`` to a name that exists; False: replaces the file.
         every: the schedule in words: any of steps, epochs and a time, as in "100 steps, 1 epoch, 30 min".
+        trainable_only: leaves frozen parameters out of the files (LoRA, a frozen backbone): they stay as the module's constructor
+            makes them.  A run resumes from such a file, and a load checks that they are the same; they may be in another dtype.
+            Parameters that were trained before are saved, frozen or not, and so are buffers.
 
     Example:
         >>> checkpoint = ModelCheckpoint(monitor="val_loss", save_top_k=3, save_last=True, filename="{epoch}-{val_loss:.2f}")
@@ -106,6 +109,7 @@ class ModelCheckpoint(RotationMethods):
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
         every: str | None = None,
+        trainable_only: bool = False,
     ) -> None:
         super().__init__()
         check_kind(self, "a path", optional=True, dirpath=dirpath)
@@ -114,6 +118,7 @@ class ModelCheckpoint(RotationMethods):
         steps_and_epochs = {"every_n_train_steps": every_n_train_steps, "every_n_epochs": every_n_epochs}
         check_kind(self, "a whole number", optional=True, **steps_and_epochs)
         check_kind(self, "True or False", save_weights_only=save_weights_only, save_on_exception=save_on_exception)
+        check_kind(self, "True or False", trainable_only=trainable_only)
         names = {"auto_insert_metric_name": auto_insert_metric_name, "enable_version_counter": enable_version_counter}
         check_kind(self, "True or False", **names)
         check_kind(self, "True or False", optional=True, save_on_train_epoch_end=save_on_train_epoch_end)
@@ -129,6 +134,7 @@ class ModelCheckpoint(RotationMethods):
         self.auto_insert_metric_name = auto_insert_metric_name
         self.enable_version_counter = enable_version_counter
         self.every = every
+        self.trainable_only = trainable_only
         self.every_n_train_steps, self.every_n_epochs, self.train_time_interval = _chosen_cadence(
             every, every_n_train_steps, every_n_epochs, train_time_interval
         )
@@ -232,6 +238,8 @@ class ModelCheckpoint(RotationMethods):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
+        if self.trainable_only:
+            self._refuse_averages(trainer)
         self._judged_step = -1
         self._waits = False
         io = trainer.strategy.checkpoint_io
@@ -245,6 +253,15 @@ class ModelCheckpoint(RotationMethods):
             self.dirpath = storage.join(trainer.log_folder or trainer.root_folder, "checkpoints")
         self.dirpath = trainer.strategy.on_rank_zero(lambda: self._writable_folder(trainer))
         self._followed = trusted_folders(trainer, self, trainer.ckpt_path or "")
+
+    def _refuse_averages(self, trainer: Trainer) -> None:
+        """Raises :class:`ConfigError` for a callback that averages: its average has all weights, and needs them at a resume."""
+        for callback in trainer.callbacks:
+            if getattr(callback, "averages_weights", False):
+                raise ConfigError(
+                    f"{type(self).__name__}(trainable_only=True) with {type(callback).__name__}, whose average has all weights: "
+                    "leave one of them out"
+                )
 
     def _writable_folder(self, trainer: Trainer) -> str | None:
         """Returns the folder; raises :class:`ConfigError` if nothing can be written there."""
@@ -473,7 +490,9 @@ class ModelCheckpoint(RotationMethods):
 
     def _write(self, trainer: Trainer, plan: SavePlan, write: Callable[[str, StateDict], None] | None = None) -> None:
         """Lets the Trainer write the checkpoint; the callback state inside already includes the new file."""
-        options = {} if write is None else {"write": write}
+        options: dict[str, Any] = {} if write is None else {"write": write}
+        if self.trainable_only:
+            options["trainable_only"] = True
         self._writing = plan.after
         try:
             trainer.save_checkpoint(plan.target, weights_only=self.save_weights_only, **options)

@@ -10,12 +10,13 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from fabricamp._utils.types import StateDict
+from fabricamp.checkpoint.left_out import LEFT_OUT
 from fabricamp.checkpoint.plain import MAPPINGS
 
 _WRAPPER: Final = "_orig_mod"
 """The attribute in which torch.compile's wrapper has the module."""
 
-_WITH_NAMES: Final = ("state_dict", "current_model_state", "optimizer_states", "callbacks", "loops")
+_WITH_NAMES: Final = ("state_dict", "current_model_state", "optimizer_states", "callbacks", "loops", LEFT_OUT)
 """The keys of a checkpoint with names of the module's parameters, buffers and parts."""
 
 ON_DISK: Final = "names_on_disk"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +27,7 @@ from fabricamp.checkpoint.identities import (
     saved_identities,
     saved_names,
 )
+from fabricamp.checkpoint.left_out import LEFT_OUT, Trained, with_base
 from fabricamp.checkpoint.plain import PRIVATE, with_numpy, without_numpy
 from fabricamp.checkpoint.record import Section, WholeKey
 from fabricamp.checkpoint.shard_loading import sharded_states
@@ -72,6 +73,7 @@ class Weights(Section):
     datamodule: DataModule | None
     objects: bool = False
     """Whether hyper-parameters without a plain form are saved as objects, and not as their names."""
+    trained: Trained = field(default_factory=Trained)
 
     def save(self) -> StateDict:
         """Returns full weights, equal on every rank, or this rank's shards if the module is sharded; and hyper-parameters."""
@@ -90,6 +92,7 @@ class Weights(Section):
         """Loads the weights; if the module is sharded, only this rank's shards."""
         checkpoint = form_of(self.strategy).place_weights(checkpoint, path, self.module)
         restore_weights(self.module, checkpoint, path)
+        self.trained.restored(checkpoint)
 
 
 @dataclass
@@ -137,13 +140,18 @@ def restore_weights(module: TrainingModule, checkpoint: StateDict, path: str, *,
         )
     if checkpoint.get("source") == "apex":
         state = fit_names(state, set(module.state_dict()))
-    state = with_names_of({"state_dict": state}, module)["state_dict"]  # hooks may have given them other names
+    renamed = with_names_of(
+        {"state_dict": state, LEFT_OUT: checkpoint.get(LEFT_OUT)}, module
+    )  # hooks may have renamed them
+    state = renamed["state_dict"]
     unfilled = [name for name in leave_meta(module) if name not in state]
     if unfilled:
         raise CheckpointError(
             f"{path} has no {', '.join(unfilled):.300}, which {type(module).__name__} builds on the meta device without values; "
             "give the class that owns it reset_parameters(self)"
         )
+    if renamed[LEFT_OUT]:
+        state = with_base(state, renamed[LEFT_OUT], module, path)
     try:
         module.load_state_dict(state, strict=module.strict_loading if strict is None else strict)
     except FabricampError:  # some are RuntimeErrors too: an override of load_state_dict that asks for self.trainer

@@ -48,6 +48,7 @@ def record_of(session: Session) -> Record:
                 session.conversion,
                 source.datamodule,
                 objects=session.settings.checkpoint_objects,
+                trained=session.trained,
             ),
             Counters(session.trainer.state, resume_point.accumulation, session.settings, session.module, session.data),
             StepSizes(session),

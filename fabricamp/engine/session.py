@@ -18,6 +18,7 @@ from fabricamp.checkpoint import read_together, write_together
 from fabricamp.checkpoint.checkpoint_io import end_plugin, writes_own_files
 from fabricamp.checkpoint.compiled_names import with_names_of
 from fabricamp.checkpoint.form import form_of
+from fabricamp.checkpoint.left_out import LEFT_OUT, Trained
 from fabricamp.checkpoint.packing import described_objects, pack_objects
 from fabricamp.checkpoint.plain import stages_as_text
 from fabricamp.data import draw_a_pass, release_workers, set_epoch, set_sampler_epoch
@@ -112,6 +113,7 @@ class Session:
         self.schedulers: list[SchedulerConfig] = []
         self.hooks = Hooks(trainer, module, trainer.callbacks)
         self.checkpoint: StateDict | None = None
+        self.trained = Trained()
         self.resumed = False
         self.closed = False
         self._told_of_objects = False
@@ -162,10 +164,12 @@ class Session:
             self.module.zero_grad()
         self._prepare_data()
         self._call_setup("setup")
-        self._configure_model(filled_later=ckpt_path is not None)
+        if ckpt_path is not None and self.checkpoint is None:
+            self.checkpoint = read_together(ckpt_path, self.strategy, weights_only=weights_only)
+        self._configure_model(filled_later=self.checkpoint is not None and LEFT_OUT not in self.checkpoint)
         self._hide_private_values()
         if ckpt_path is not None:
-            self._load(ckpt_path, weights_only)
+            self._load(ckpt_path)
         self.metrics.forget_earlier()
         self._place_model(loaded=ckpt_path is not None)
         if fits:
@@ -217,10 +221,9 @@ class Session:
             # A logger that has shown private values shows them in a later run too.
             logger.private = logger.private or private
 
-    def _load(self, path: str, weights_only: bool | None) -> None:
-        """Reads the checkpoint and loads its weights into the fp32 module, from which master weights are taken."""
-        if self.checkpoint is None:
-            self.checkpoint = read_together(path, self.strategy, weights_only=weights_only)
+    def _load(self, path: str) -> None:
+        """Loads the checkpoint's weights into the fp32 module, from which master weights are taken."""
+        assert self.checkpoint is not None
         checkpoint = with_names_of(self.checkpoint, self.module)
         self.checkpoint = form_of(self.strategy).place_weights(checkpoint, path, self.module)
         call_all(self.hooks.callbacks("on_load_checkpoint"), self.checkpoint)
@@ -564,23 +567,35 @@ class Session:
     # -- checkpoints -------------------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self, filepath: str, *, weights_only: bool, write: Callable[[str, StateDict], None] | None
+        self,
+        filepath: str,
+        *,
+        weights_only: bool,
+        trainable_only: bool = False,
+        write: Callable[[str, StateDict], None] | None,
     ) -> None:
         """Writes a checkpoint, or lets ``write`` do it: a file on rank 0, a folder on every rank.
 
-        Every rank has to call it; an error is raised on all of them.
+        ``trainable_only`` leaves out frozen parameters.  Every rank has to call it; an error is raised on all of them.
         """
         with self.time_spent.part("saves"):
-            self._save_checkpoint(filepath, weights_only=weights_only, write=write)
+            self._save_checkpoint(filepath, weights_only=weights_only, trainable_only=trainable_only, write=write)
 
     def _save_checkpoint(
-        self, filepath: str, *, weights_only: bool, write: Callable[[str, StateDict], None] | None
+        self,
+        filepath: str,
+        *,
+        weights_only: bool,
+        trainable_only: bool,
+        write: Callable[[str, StateDict], None] | None,
     ) -> None:
         check_saving(self)
         check_peers()  # raises if anything was computed without one of the ranks
         checkpoint = self.record.save(*(WEIGHTS_ONLY if weights_only else ()))
         call_all(self.hooks.callbacks("on_save_checkpoint"), checkpoint)
         call_hook(self.module, "on_save_checkpoint", checkpoint)
+        if trainable_only:
+            self.trained.leave_out_others(checkpoint, self.module)
         checkpoint = stages_as_text(checkpoint)
         # A plug-in that writes gets the objects themselves, as in Lightning.
         if self.settings.checkpoint_objects and writes_own_files(self.strategy.checkpoint_io):

@@ -464,9 +464,13 @@ class Trainer(TrainerProperties):
         filepath: str | Path,
         weights_only: bool = False,
         *,
+        trainable_only: bool = False,
         write: Callable[[str, StateDict], None] | None = None,
     ) -> None:
-        """Writes a checkpoint, or passes it to ``write``; every rank calls it; raises :class:`CheckpointError` on every rank."""
+        """Writes a checkpoint, or passes it to ``write``; every rank calls it; raises :class:`CheckpointError` on every rank.
+
+        ``trainable_only`` leaves out frozen parameters, as :class:`ModelCheckpoint` does by this name.
+        """
         if self._runner.launches:
             raise CheckpointError(
                 "save_checkpoint after a run in workers: their optimizers are gone with them; use a ModelCheckpoint, or "
@@ -477,7 +481,13 @@ class Trainer(TrainerProperties):
                 f"save_checkpoint({str(filepath)!r}): the Trainer has no module yet; call it in or after fit, validate or test"
             )
         self._runner.for_all(
-            functools.partial(self._opened.save_checkpoint, str(filepath), weights_only=weights_only, write=write)
+            functools.partial(
+                self._opened.save_checkpoint,
+                str(filepath),
+                weights_only=weights_only,
+                trainable_only=trainable_only,
+                write=write,
+            )
         )
 
     def replace_schedules(self, scheduler: object) -> None:

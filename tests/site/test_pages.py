@@ -17,7 +17,7 @@ from tests.distributed.scripts import finish
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted([DOCS / "index.md", *(DOCS / "how-to").glob("*.md"), *(DOCS / "guides").glob("*.md")])
-NEEDS = {"optuna": "how-to/sweeps.md", "torchao": "how-to/fp8.md"}
+NEEDS = {"optuna": "how-to/sweeps.md", "torchao": "how-to/fp8.md", "peft": "how-to/huggingface.md"}
 """Packages that a page's code imports beside those of the package."""
 BLOCK = re.compile(
     r"^(?P<mark><!-- compiled only: [^\n]+ -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
