@@ -363,7 +363,9 @@ def test_help_shows_the_pages_that_messages_name(capsys):
     listed = capsys.readouterr().out
     assert re.search(r"^slow-data +Slow data$", listed, re.MULTILINE)
     assert main(["help", "slow-dat"]) == 2
-    assert "there is no page on 'slow-dat'; did you mean 'slow-data'?" in capsys.readouterr().err
+    assert "there is no page on 'slow-dat'; did you mean slow-data?" in capsys.readouterr().err
+    assert main(["help", "slow-dtaa"]) == 2
+    assert "there is no page on 'slow-dtaa'; did you mean 'slow-data'?" in capsys.readouterr().err
 
 
 def test_no_message_names_a_file_that_only_a_clone_has():

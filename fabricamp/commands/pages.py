@@ -34,7 +34,9 @@ def show(topic: str | None) -> None:
             print(f"{name:{width}}  {_title(page)}")
         return
     if topic not in found:
-        raise ConfigError(f"there is no page on {topic!r}{nearest(topic, found)} (`fabricamp help` lists the topics)")
+        within = ", ".join(name for name in found if topic.lower() in name)
+        meant = f"; did you mean {within}?" if within and topic else nearest(topic, found)
+        raise ConfigError(f"there is no page on {topic!r}{meant} (`fabricamp help` lists the topics)")
     text = found[topic].read_text(encoding="utf-8")
     if not is_terminal(sys.stdout):
         print(text, end="")
