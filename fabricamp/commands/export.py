@@ -13,6 +13,7 @@ from fabricamp.arguments.checks import check_choice
 from fabricamp.checkpoint import read_checkpoint, write_checkpoint
 from fabricamp.checkpoint.compiled_names import with_names_of
 from fabricamp.checkpoint.folder import write_whole
+from fabricamp.checkpoint.left_out import LEFT_OUT
 from fabricamp.checkpoint.storage import is_folder, nearby_checkpoints
 from fabricamp.errors import CheckpointError, ConfigError
 
@@ -84,12 +85,14 @@ def export(
     weights = {name: _converted(value, target_dtype) for name, value in weights.items()}
     if path.suffix in WEIGHTS:
         _write_and_rename(path, lambda file: _write_weights(file, path.suffix, weights))
-        return f"{path}: {len(weights)} tensors, {_dtypes(weights)}"
+        left_out = len(content.get(LEFT_OUT, {}).get("names", ()))
+        rest = f" (trained; the file leaves out {left_out} of the base model)" if left_out else ""
+        return f"{path}: {len(weights)} tensors, {_dtypes(weights)}{rest}"
     if module is None:
         raise ConfigError(
             f"{path.name} holds the module's forward too, which a checkpoint does not contain: give the module's class (--module)"
         )
-    program = _program(_module(module, str(checkpoint), weights), inputs)
+    program = _program(_module(module, str(checkpoint), weights, target_dtype), inputs)
     _write_and_rename(path, lambda file: _write_program(file, path.suffix, program))
     return f"{path}: {module.__name__}.forward, {_dtypes(weights)}"
 
@@ -139,11 +142,17 @@ def _dtypes(weights: dict[str, Any]) -> str:
     return ", ".join(sorted(str(one).removeprefix("torch.") for one in floating)) or "no floating tensors"
 
 
-def _module(kind: type[TrainingModule], checkpoint: str, weights: dict[str, Any]) -> TrainingModule:
-    """Returns the module with ``weights`` assigned as they are: copying them in would cast them to the module's dtype."""
+def _module(
+    kind: type[TrainingModule], checkpoint: str, weights: dict[str, Any], dtype: torch.dtype | None
+) -> TrainingModule:
+    """Returns the module with ``weights`` assigned as they are: copying them in would cast them to the module's dtype.
+
+    What a file leaves out, of a base model, gets ``dtype`` too.
+    """
     module = kind.load_from_checkpoint(checkpoint).eval()
     named: dict[str, Any] = with_names_of({"state_dict": weights}, module)["state_dict"]
-    module.load_state_dict(named, strict=False, assign=True)
+    base = {name: _converted(value, dtype) for name, value in module.state_dict().items() if name not in named}
+    module.load_state_dict({**base, **named}, strict=False, assign=True)
     return module
 
 

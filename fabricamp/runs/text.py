@@ -104,7 +104,12 @@ class _Picture:
         names = list(dict.fromkeys(line.metric for line in panel.lines))
         head = Text.assemble((panel.title, "bold"), "" if names == [panel.title] else f"  {', '.join(names)}")
         if len(self._runs) <= 1:
-            yield Text.assemble(head, *((f"  {_summary(line)}", "dim") for line in panel.lines))
+            whole = Text.assemble(head, *((f"  {_summary(line)}", "dim") for line in panel.lines))
+            if whole.cell_len <= self._width + _LABEL + 3:
+                yield whole
+                return
+            yield head
+            yield from (Text(f"{'':>{_LABEL}} {_summary(line)}", "dim") for line in panel.lines)
             return
         yield head
         for line in panel.lines:

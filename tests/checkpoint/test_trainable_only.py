@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fabricamp import CheckpointError, ConfigError, TrainingModule
 from fabricamp.callbacks import EMA, AsyncCheckpoint, BackboneFinetuning, ModelCheckpoint, StochasticWeightAveraging
+from fabricamp.commands.export import export
 from tests.distributed.ranks import run_ranks
 from tests.small import quiet_trainer
 
@@ -224,3 +225,22 @@ def test_nothing_frozen_leaves_nothing_out(tmp_path):
     fit(Whole(), 1, tmp_path)
     fit(Whole(), 2, tmp_path, ckpt_path=tmp_path / "epoch=0.ckpt")
     assert saved(tmp_path / "epoch=1.ckpt")["state_dict"].keys() == Whole().state_dict().keys()
+
+
+class Callable(Adapted):
+    def forward(self, x):
+        return self.up(self.down(self.base(x)))
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_an_export_has_the_base_model_too_or_says_what_it_lacks(dtype, tmp_path):
+    module = Callable()
+    fit(module, 1, tmp_path)
+    file = tmp_path / "epoch=0.ckpt"
+    said = export(file, tmp_path / "weights.pt", dtype=dtype)
+    assert said.endswith("(trained; the file leaves out 6 of the base model)")
+    x = torch.randn(4, 8)
+    export(file, tmp_path / "model.pt2", module=Callable, inputs=[x], dtype=dtype)
+    given = getattr(torch, {None: "float32", "bf16": "bfloat16"}[dtype])
+    found = torch.export.load(tmp_path / "model.pt2").module()(x.to(given))
+    assert torch.equal(found, module.eval().to(given)(x.to(given)))

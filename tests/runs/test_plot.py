@@ -358,3 +358,14 @@ def test_a_notebook_gets_one_output(matplotlib, runs, tmp_path):
     assert output.output_type == "display_data"
     assert ("image/png" in output.data) == matplotlib
     assert ("<pre" in output.data.get("text/html", "")) == (not matplotlib)
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_a_title_keeps_its_values_in_a_narrow_terminal(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    Path("metrics.csv").write_text("step,validation_loss_of_all\n0,0.123456\n1000,0.0654321\n2000,0.07\n")
+    assert main(["plot", "."]) == 0
+    out = capsys.readouterr().out
+    assert "last 0.07, lowest 0.06543 at step 1000" in out
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= columns
