@@ -96,9 +96,8 @@ class Update:
         self.reference: Tensor | None = None
         self.overflow_policy: OverflowPolicy | None = None
         step_results = precision.verdicts
-        if step_results is None:
-            parts.metrics.watch = LossWatch()  # nothing checks losses on the device
-        else:
+        parts.metrics.watch = LossWatch(checked=step_results is not None)
+        if step_results is not None:
             self.overflow_policy = OverflowPolicy(step_results, self.schedules, parts.state, parts.strategy)
         # If steps may be skipped, the overflow policy advances the schedules instead, by the applied steps.
         schedules_wait = step_results is not None and step_results.schedules_follow

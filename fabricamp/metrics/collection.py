@@ -72,8 +72,8 @@ class Metrics(Recording):
         self.progress_bar_metrics: dict[str, float] = {}
         self._taken: dict[str, list[int]] = {}  # by key, the schedules that have stepped by its present value
         self.sinks: list[Callable[[dict[str, float], int], None]] = []
-        self.watch: Callable[[str, float, int], None] | None = None
-        """Called on rank 0 with the name of each value that the host has read, the value and the number of steps done by then."""
+        self.watch: Callable[[str, float, int, bool], None] | None = None
+        """Called on rank 0 with each value that the host has read: name, value, steps done by then, whether it is of training."""
         self._callback_view = View()
         self._logged_view = View()
         self._over = False
@@ -151,17 +151,19 @@ class Metrics(Recording):
                 values.append((published, own.total))
         return values
 
-    def _publish_to_callbacks(self, published: Published, value: float, step: int, *, seen: bool) -> None:
-        self._look_at(published, value, step)
+    def _publish_to_callbacks(
+        self, published: Published, value: float, step: int, *, seen: bool, training: bool = True
+    ) -> None:
+        self._look_at(published, value, step, training=training)
         rounded = self._dtypes.rounded(published.key, value)
         for key in (published.key, published.plain_key):
             self.reduced[key] = rounded
             if not seen:
                 self._taken.pop(key, None)
 
-    def _look_at(self, published: Published, value: float, step: int) -> None:
+    def _look_at(self, published: Published, value: float, step: int, *, training: bool = True) -> None:
         if self.watch is not None and self._strategy.rank == 0:
-            self.watch(published.plain_key, value, step)
+            self.watch(published.plain_key, value, step, training)
 
     def take_new(self, key: str, schedule: int) -> Any:
         """Returns the value of :meth:`monitored`; None if there is none, or if ``schedule`` has taken it before.
@@ -341,7 +343,7 @@ class Metrics(Recording):
             for published, value in own:
                 # An evaluation's step value beside an epoch value is for loggers: callbacks keep the training step's of this name.
                 if training or not published.per_step or published.key == published.plain_key:
-                    self._publish_to_callbacks(published, value, step, seen=one.seen)
+                    self._publish_to_callbacks(published, value, step, seen=one.seen, training=training)
         table.mark_reduced()
         # Training step values are published by flushes.
         if training:

@@ -1,7 +1,7 @@
 """The status of each step (applied, or skipped for overflow): decided on the device, read by the host two steps later.
 
 :class:`StepResults` joins the loss scaler's ring of statuses with the parameters that the statistics of each step belong to, so
-the host can name the gradients of an overflow.  :class:`LossWatch` stands in if nothing checks the gradients.
+the host can name the gradients of an overflow.  :class:`LossWatch` looks at logged losses.
 """
 
 from __future__ import annotations
@@ -226,19 +226,30 @@ class StepResults:
 
 
 class LossWatch:
-    """Warns once per loss if a logged value that the host has read is not finite; used if nothing checks the gradients.
+    """Warns once per loss if a logged value that the host has read is not finite.
 
-    A logged value counts as a loss if its name contains "loss".
+    A logged value counts as a loss if its name contains "loss".  If gradients are ``checked``, an overflow in training is told by
+    the :class:`StepResults`, and only losses of validations are looked at here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, checked: bool) -> None:
+        self._checked = checked
         self._warned: set[str] = set()
 
-    def __call__(self, name: str, value: float, step: int) -> None:
-        """Checks a value that was read when ``step`` steps were done."""
+    def __call__(self, name: str, value: float, step: int, training: bool) -> None:
+        """Checks a value of ``training``, or of a validation, that was read when ``step`` steps were done."""
         if math.isfinite(value) or "loss" not in name.lower() or name in self._warned:
             return
+        if training and self._checked:
+            return
         self._warned.add(name)
+        if self._checked:
+            logger.warning(
+                "%s is %g at step %d, and training continues: steps with such gradients are skipped, or end the run; look at "
+                "the batches of the validation, and at what overflows there",
+                name, value, step,
+            )  # fmt: skip
+            return
         logger.warning(
             "%s is %g at step %d, and training continues; Trainer(nan_policy='stop') or 'raise' ends it at the first "
             "gradient that is not finite, keeps the weights from before and names the parameter",

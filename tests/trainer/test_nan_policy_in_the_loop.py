@@ -416,6 +416,26 @@ def test_a_validation_in_an_epoch_tells_of_a_loss_that_no_flush_has_taken(caplog
     assert len(caplog.messages) == 1
 
 
+@pytest.mark.parametrize("options", [{"precision": "O2"}, {"nan_policy": "skip"}], ids=["O2", "skip"])
+def test_where_gradients_are_checked_the_loss_of_a_validation_is_told_alone(options, caplog):
+    class LostInValidation(Classifier):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("lost_loss", torch.inf, prog_bar=True)
+            return loss
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val/loss", torch.nan)
+
+    with caplog.at_level(logging.WARNING, "fabricamp"):
+        quiet_trainer(max_epochs=2, log_every_n_steps=1, **options).fit(LostInValidation(), loader(16), loader(4))
+    told = [line for line in caplog.messages if "training continues" in line]
+    assert len(told) == 1
+    assert told[0].startswith(
+        "val/loss is nan at step 4, and training continues: steps with such gradients are skipped"
+    )
+
+
 def test_a_search_for_a_learning_rate_may_lose_the_loss_in_silence(caplog):
     with caplog.at_level(logging.WARNING, "fabricamp"):
         trainer = quiet_trainer(max_epochs=1, log_every_n_steps=1)
