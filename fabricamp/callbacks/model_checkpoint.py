@@ -90,6 +90,7 @@ class ModelCheckpoint(RotationMethods):
     """
 
     monitors: ClassVar[bool] = True
+    trainable_only: bool = False  # a pickle of an earlier version has none of its own
 
     def __init__(
         self,
