@@ -21,6 +21,7 @@ from fabricamp.engine.entries import Deadline, Flush, Interruption, Stop, Valida
 from fabricamp.engine.time_spent import SlowData
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import call_all, call_hook
+from fabricamp.optimizers import muon
 from fabricamp.state import Scope
 
 if TYPE_CHECKING:
@@ -182,6 +183,8 @@ class TrainingLoop:
             states.restore()
         self._follow_freezing()
         self.update.schedules.sort()
+        for optimizer in self.parts.optimizers:
+            muon.check_shapes(optimizer)
 
     def _follow_freezing(self) -> None:
         """Lets the strategy rewrap the step if hooks have frozen or unfrozen parameters."""

@@ -60,6 +60,7 @@ from fabricamp.metrics import Metrics
 from fabricamp.module import TrainingModule
 from fabricamp.nn.conversion import convert_syncbn_model, revert_syncbn_model
 from fabricamp.ops.peer_memory import check_peers
+from fabricamp.optimizers import muon
 from fabricamp.optimizers.closures import demands_closure
 from fabricamp.precision.base import NOT_CONVERTED
 from fabricamp.rng import isolate_rng
@@ -262,6 +263,9 @@ class Session:
         state.skipped_before = 0
         self.precision.setup_optimizers(module, self.optimizers, self.strategy, accumulates=self.settings.accumulates)
         state.skipped_before = skipped - self.trainer.skipped_steps
+        for optimizer in self.optimizers:  # with their masters
+            muon.check_shapes(optimizer)
+            muon.check_momentum(optimizer)
         self.run_context.optimizers = [ManagedOptimizer(optimizer, module) for optimizer in self.optimizers]
         self.run_context.schedulers = [config.scheduler for config in self.schedulers]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fabricamp import Callback, OptLevel, TrainingModule
+from fabricamp import Callback, ConfigError, OptLevel, TrainingModule
 from tests.small import data, quiet_trainer
 
 
@@ -112,3 +112,72 @@ def test_a_run_goes_on_bit_for_bit(level, optimizer, tmp_path):
         quiet_trainer(max_steps=10, precision=level).fit(module, batches(), **options)
         ends.append(flat(module))
     assert torch.equal(*ends)
+
+
+# -- torch's Muon ------------------------------------------------------------------------------------------------------------
+
+
+class Matrices(TrainingModule):
+    """Trains its matrices by torch's Muon, with ``options``; ``later``: the hook in which the biases are added to it."""
+
+    def __init__(self, later=None, **options):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 3))
+        self.later, self.options, self.steps = later, options, 0
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        x, y = batch
+        return F.cross_entropy(self.net(x), y)
+
+    def add(self, hook, optimizer, epoch):
+        if hook == self.later and epoch in (0, 1):
+            optimizer.add_param_group({"params": [one for one in self.parameters() if one.ndim == 1]})
+            self.later = None
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Muon([one for one in self.parameters() if one.ndim == 2], lr=0.02, **self.options)
+        self.add("configure_optimizers", optimizer, 0)
+        return optimizer
+
+    def on_train_start(self):
+        self.add("on_train_start", self.trainer.optimizers[0], 0)
+
+    def on_train_epoch_start(self):
+        self.add("on_train_epoch_start", self.trainer.optimizers[0], self.current_epoch - 1)
+
+
+@pytest.mark.parametrize("precision", ["O0", "O5", "bf16-true"])
+@pytest.mark.parametrize(
+    ("later", "steps"), [("configure_optimizers", 0), ("on_train_start", 0), ("on_train_epoch_start", 4)]
+)
+def test_a_group_of_muons_that_is_no_matrix_is_refused_before_its_first_batch(later, steps, precision):
+    module = Matrices(later)
+    with pytest.raises(ConfigError, match=r"Muon updates matrices alone, and its group 1 has .* shape \(4,\).*AdamW"):
+        quiet_trainer(max_epochs=3, precision=precision).fit(module, torch.utils.data.DataLoader(data(16), 4))
+    assert module.steps == steps
+
+
+@pytest.mark.parametrize("precision", ["O3", "bf16-true"])
+def test_muon_that_forgets_its_momentum_is_refused(precision):
+    if precision == "O3":
+        precision = OptLevel("O3", cast_model_type=torch.bfloat16)
+    module = Matrices(nesterov=False)
+    with pytest.raises(
+        ConfigError, match=r"Muon\(nesterov=False\) of torch .* scales the momentum of bf16 .*precision='O5'"
+    ):
+        quiet_trainer(max_epochs=1, precision=precision).fit(module, torch.utils.data.DataLoader(data(16), 4))
+    assert module.steps == 0
+
+
+@pytest.mark.parametrize("precision", ["O0", "O4", "O5", "bf16-mixed"])
+def test_muon_on_fp32_weights_keeps_its_momentum(precision):
+    module = Matrices(nesterov=False, momentum=0.0)
+    trainer = quiet_trainer(max_epochs=1, precision=precision)
+    trainer.fit(module, torch.utils.data.DataLoader(data(16), 4))
+    momentum = [state["momentum_buffer"] for state in trainer.optimizers[0].state.values()]
+    assert module.steps == 4
+    assert {one.dtype for one in momentum} == {torch.float32}
+    assert all(abs(one.norm() - 1) > 0.05 for one in momentum)
