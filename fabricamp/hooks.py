@@ -67,6 +67,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fabricamp._utils.reach import reaches
 from fabricamp.arguments.migration import refused_hooks
 from fabricamp.callbacks.base import Callback, decides_by_metrics
 from fabricamp.data import move_to_device
@@ -75,7 +76,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.lightning.bases import lightnings_base
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     import torch
     from torch import Tensor, nn
@@ -321,11 +322,11 @@ class Hooks:
         """Returns the calls of ``name``: callbacks first, then the module."""
         return self.callbacks(name) + self.module(name)
 
-    def of_program(self, *names: str) -> bool:
-        """Returns whether any of these hooks is overridden outside of this package, and so may look at anything."""
+    def reach(self, wanted: Collection[str], *names: str) -> bool:
+        """Returns whether code of the program in the hooks ``names``, or code that it reaches, has one of the ``wanted`` names."""
         parts = [*((callback, Callback) for callback in self._callbacks), (self._module, ModuleHooks)]
         return any(
-            overrides(part, name, base) and not str(getattr(part, name).__module__).startswith("fabricamp.")
+            overrides(part, name, base) and reaches(getattr(part, name), wanted, (part, self._module))
             for part, base in parts
             for name in names
         )

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from fabricamp.precision.base import Clip
     from fabricamp.precision.update_plan import UpdatePlan
 
+_OF_GRADIENTS: Final = frozenset({"grad", "grad_norm", "get_total_norm", "clip_grad_norm_"})
+"""Names of which a hook's code has one if it looks at gradients."""
 _FIRST_LOOKS: Final = 5
 """The first updates of a fit, before each of which half weights are compared with their masters; later before each flush's."""
 
@@ -104,9 +106,9 @@ class Update:
         self._advances_at_once = self.schedules.follow_steps and not schedules_wait
         # _compare_kinds, which runs once, replaces it by an object without itself.
         self._hooks = resolve_hooks(parts, self._optimizer)
-        # Hooks of the program that run before the next zero_grad may look at the gradients that an update has used.  An overridden
+        # Hooks that run before the next zero_grad may look at the gradients that an update has used.  An overridden
         # optimizer_zero_grad may keep them, to add to them: they keep their scale.
-        looks_after = parts.hooks.of_program("on_train_batch_end", "on_before_zero_grad")
+        looks_after = parts.hooks.reach(_OF_GRADIENTS, "on_train_batch_end", "on_before_zero_grad")
         for optimizer in parts.optimizers:
             if isinstance(optimizer, FusedOptimizer):
                 optimizer.leaves_gradients = looks_after and self._hooks.zero_grad is None

@@ -290,7 +290,8 @@ class Stages:
             optimizer.steer(state, limit=max_value, skips=False)
         optimizer.step()
         if optimizer.leaves_gradients:
-            write_gradients(optimizer, gradients._replace(divisor=1, weight=None))
+            # "complete": the host does not wait for the flags of missing gradients, which are 0 in the strategy's buffers.
+            write_gradients(optimizer, gradients._replace(divisor=1, weight=None, complete=True))
             if state is not None:
                 used = [one for one in map(local_gradient, owned_parameters(optimizer)) if one is not None]
                 ops.scale(used, used, state.multiplier, max_value)
@@ -473,7 +474,8 @@ class ScaledStages(Stages):
         if params.sums:
             params.memory.clear()
         elif optimizer.leaves_gradients and self._masters is None:
-            sources, destinations = self._places(params.gather(gradients))
+            # "complete": the host does not wait for the flags of missing gradients, which are 0 in the strategy's buffers.
+            sources, destinations = self._places(params.gather(gradients._replace(complete=True)))
             ops.scale(sources, destinations, self._state.multiplier, max_value)
 
     def _note_update(self, written: int) -> None:

@@ -13,8 +13,10 @@ from torch.utils.data import DataLoader
 
 from fabricamp import Callback, OptLevel, TrainingModule, ops
 from fabricamp.callbacks import EMA, LambdaCallback, LearningRateMonitor, ModelCheckpoint, ThroughputMonitor
+from fabricamp.gradients.flat import Gradients
 from fabricamp.optimizers import FusedAdam, FusedLAMB, FusedLion, FusedSGD
 from fabricamp.profilers import SimpleProfiler
+from fabricamp.utilities.grads import grad_norm
 from tests.distributed.ranks import run_ranks
 from tests.small import quiet_trainer
 
@@ -165,6 +167,71 @@ def test_nothing_is_written_where_no_hook_of_the_program_follows(monkeypatch, le
     assert launches(monkeypatch, Sum("FusedAdam"), level, gradient_clip_val=0.5, **options) == 0
 
 
+def first_of(module):
+    return float(module.net.weight.grad.flatten()[0])
+
+
+class LogsOnly(Sum):
+    """Its hooks look at no gradient."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            self.log("loss", outputs["loss"] * self.weighed())
+
+    def on_before_zero_grad(self, optimizer):
+        self.count = getattr(self, "count", 0) + 1
+
+    def weighed(self):
+        return float(batch_size_of([1.0]))
+
+
+def batch_size_of(batch):
+    return len(batch)
+
+
+class ByMethod(Sum):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.note()
+
+    def note(self):
+        self.seen["after"] = self.first
+
+    @property
+    def first(self):
+        return first_of(self)
+
+
+class ByName(Sum):
+    def on_before_zero_grad(self, optimizer):
+        weights = [getattr(one, "grad") for one in self.parameters()]  # noqa: B009 - as programs do
+        self.seen["after"] = None if weights[0] is None else float(weights[0].flatten()[0])
+
+
+class ByNorm(Sum):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen["after"] = float(grad_norm(self, float("inf"))["grad_inf_norm_total"])
+
+
+@pytest.mark.parametrize("module", [ByMethod, ByName, ByNorm])
+def test_what_a_hook_reaches_counts(module):
+    assert fit(module("FusedAdam"), "O1", gradient_clip_val=0.5).seen["after"] == pytest.approx(CLIPPED, rel=1e-5)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O3, constant", "O4"])
+def test_hooks_that_look_at_no_gradient_cost_nothing(monkeypatch, level):
+    assert launches(monkeypatch, LogsOnly("FusedAdam"), level, gradient_clip_val=0.5) == 0
+
+
+def of_a_closure():
+    def look(trainer, module, *others):
+        module.seen["after"] = first_of(module)
+
+    def hook(*arguments):
+        look(*arguments)
+
+    return LambdaCallback(on_train_batch_end=hook)
+
+
 class Looks(Callback):
     """A callback of the program."""
 
@@ -185,6 +252,11 @@ def test_callbacks_of_the_program_see_them_too(monkeypatch, options):
     module = Sum("FusedAdam")
     assert launches(monkeypatch, module, gradient_clip_val=0.5, **options) == 3
     assert module.seen["after"] == [{CLIPPED}] * 6
+
+
+def test_a_callback_that_is_a_closure_sees_them_too():
+    module = fit(Sum("FusedAdam"), "O1", gradient_clip_val=0.5, callbacks=[of_a_closure()])
+    assert module.seen["after"] == pytest.approx(CLIPPED, rel=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", ["FusedAdam", "Adam, fused", "Adam"])
@@ -253,3 +325,37 @@ class ByRank(AfterStep):
 def test_averages_over_two_ranks(strategy, monkeypatch):
     monkeypatch.setenv("STRATEGY", strategy)
     assert run_ranks(of_two_ranks, 2, backend=None) == [[], []]
+
+
+class OnOneRank(AfterStep):
+    """Uses a second layer on rank 0 alone."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.other = nn.Linear(4, 1, bias=False)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.other(batch).float().sum() / 4 if self.global_rank == 0 else loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.look("after")
+        self.seen.setdefault("other", []).append({round(float(value), 3) for value in self.other.weight.grad.flatten()})
+
+
+def without_a_gradient():
+    waits = []
+    values = Gradients.values
+    Gradients.values = lambda self: (waits.append(not (self.present is None or self.complete)), values(self))[1]
+    try:
+        for level in ("O0", "O1", "O4"):
+            module = fit(OnOneRank("FusedAdam"), level, strategy="delayed_ddp", devices="auto")
+            assert module.seen["after"] == [{GRADIENT}] * 6
+            assert module.seen["other"] == [{GRADIENT / 2}] * 3
+    finally:
+        Gradients.values = values
+    assert not any(waits)
+
+
+def test_a_gradient_that_one_rank_lacks_is_averaged_without_a_wait():
+    run_ranks(without_a_gradient, 2, backend=None)
