@@ -27,10 +27,11 @@ AS_TORCH = {"max": torch.amax, "min": torch.amin}
 SIZES = pytest.mark.parametrize("size", [2, 3])
 
 
-def joined():
+def joined(kind):
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     strategy = DDP()
-    strategy.setup_environment(Environment(rank=rank, local_rank=rank, world_size=size), torch.device("cpu"))
+    device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
+    strategy.setup_environment(Environment(rank=rank, local_rank=rank, world_size=size), device)
     return strategy
 
 
@@ -38,9 +39,9 @@ def different(one, other):
     return not torch.equal(one.nan_to_num(nan=7.0), other.nan_to_num(nan=7.0)) or one.dtype != other.dtype
 
 
-def values():
+def values(kind="cpu"):
     """Returns the reductions of the strategy that differ from torch's of all ranks' values, on one of which is nan."""
-    strategy = joined()
+    strategy = joined(kind)
     rank, size = strategy.rank, strategy.world_size
     generator = torch.Generator().manual_seed(1)
     wrong = []

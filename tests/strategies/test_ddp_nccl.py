@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fabricamp.gradients.memory import GradientMemory
 from fabricamp.strategies import DDP, Environment
+from tests.distributed import test_nan_of_a_rank as nan_of_a_rank
 from tests.distributed.ranks import run_ranks
 from tests.windows import summed
 
@@ -99,3 +100,7 @@ def nccl_checks():
 
 def test_ddp_over_nccl():
     run_ranks(nccl_checks, 2, backend=None, start_method="spawn", timeout=120)
+
+
+def test_a_nan_of_any_gpu_is_the_largest_and_the_smallest_value():
+    assert run_ranks(nan_of_a_rank.values, 2, "cuda", backend=None, start_method="spawn") == [[], []]
