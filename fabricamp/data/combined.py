@@ -22,7 +22,7 @@ from fabricamp.data.position import (
     begin_stream,
     continues_after_limit,
     draw_order,
-    end_workers,
+    end_pass,
     enter,
     generators_of,
     is_drawn_again,
@@ -316,7 +316,7 @@ class _Source:
         enter(self.loader, ending)
         batches = begin(self.loader, again=True)
         without_first(batches, ending["reads"])
-        end_workers(self.loader, batches)
+        end_pass(self.loader, batches)
 
     def open(self) -> None:
         """Begins the pass at its position, unless it has begun or has ended for good."""
@@ -457,7 +457,7 @@ class _Source:
 
     def close(self) -> None:
         """Releases the loader's iterator and ends its workers, unless they are persistent."""
-        end_workers(self.loader, self._batches)
+        end_pass(self.loader, self._batches)
         self._batches = None
         if self._keeps_ending and self._in_work:
             self._ending.update(self._in_work)

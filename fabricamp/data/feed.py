@@ -26,7 +26,7 @@ from fabricamp.data.position import (
     draw_order,
     draws_of,
     draws_while_reading,
-    end_workers,
+    end_pass,
     enter,
     generators_of,
     is_drawn_again,
@@ -473,7 +473,7 @@ class Feed:
         if isinstance(self._source, CombinedPass):
             self._source.close()
         else:
-            end_workers(self._loader, self._source)
+            end_pass(self._loader, self._source)
             self._source = None
 
     # -- the resume point --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,9 @@ import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torch.utils.data import DataLoader
+from torch.utils.data import IterableDataset
+
+from fabricamp._utils.types import has_state
 
 
 class Tried(NamedTuple):
@@ -82,11 +84,23 @@ def untried_part(source: object) -> str | None:
         return _untried_within(source)
 
 
+def forget_loaded_state(loader: object) -> None:
+    """Makes streams of datasets' within ``loader`` begin their next pass at its beginning.
+
+    They begin each pass with the number of an epoch at the state that was last loaded for it: a second run, too.
+    """
+    if "datasets" not in sys.modules:
+        return
+    for part in _stateful_parts(loader, {}):
+        if library_of(part) == "datasets" and isinstance(part, IterableDataset) and has_state(part):
+            part.load_state_dict(None)  # type: ignore[arg-type]
+
+
 def _untried_within(source: object) -> str | None:
     among_nodes = None  # the name of a node of torchdata's
     streams = None  # the name of a part of datasets'
     for part in _stateful_parts(source, {}):
-        library = _library_of(part)
+        library = library_of(part)
         name = type(part).__name__
         among_nodes = among_nodes or (name if type(part).__module__.startswith("torchdata.nodes") else None)
         streams = streams or (name if library == "datasets" else None)
@@ -113,7 +127,8 @@ def _stateful_parts(part: object, seen: dict[int, object]) -> Iterator[object]:
                 yield from _stateful_parts(one, seen)
 
 
-def _library_of(part: object) -> str:
+def library_of(part: object) -> str:
+    """Returns the name of the package that defines the type of ``part``."""
     return type(part).__module__.partition(".")[0]
 
 
@@ -122,39 +137,3 @@ def _version_of(library: str) -> tuple[int, ...]:
     """Returns the numbers of the version of an imported ``library``."""
     numbers = getattr(sys.modules[library], "__version__", "").partition("+")[0].split(".")
     return tuple(int(number) for number in numbers if number.isdigit())
-
-
-# -- orders that cannot be repeated ----------------------------------------------------------------------------------------------
-
-
-def unrepeatable_order(loader: object) -> str | None:
-    """Returns what of WebDataset's draws an order that no other process can draw, and what to write instead; None if nothing."""
-    stream = loader.dataset if isinstance(loader, DataLoader) else loader
-    workers = loader.num_workers if isinstance(loader, DataLoader) else 0
-    goes_on = workers == 0 or getattr(loader, "persistent_workers", False)
-    for stage in _stages_of(stream):
-        name = type(stage).__name__
-        if name == "ResampledShards" and not getattr(stage, "deterministic", True):
-            return "draws shards from the process's number and the time; give ResampledShards(..., deterministic=True)"
-        if name == "detshuffle" and goes_on:
-            return "counts the passes of this process in detshuffle(); give shuffle(..., seed=...)"
-        if getattr(getattr(stage, "f", None), "__name__", "") != "_shuffle":
-            continue
-        given = dict(zip(("bufsize", "initial", "rng", "seed"), getattr(stage, "args", ()), strict=False))
-        given.update(getattr(stage, "kw", {}))
-        if given.get("seed") is not None:
-            continue
-        if given.get("rng") is None:
-            return "shuffles by the process's number and the time; give shuffle(..., seed=...)"
-        if goes_on:
-            return "goes on with the rng of shuffle(..., rng=...) from pass to pass; give shuffle(..., seed=...)"
-    return None
-
-
-def _stages_of(stream: object) -> Iterator[object]:
-    """Yields the stages of a pipeline of WebDataset's, and those of the pipelines within."""
-    if _library_of(stream) != "webdataset":
-        return
-    yield stream
-    for stage in getattr(stream, "pipeline", ()):
-        yield from _stages_of(stage)

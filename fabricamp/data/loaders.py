@@ -20,7 +20,6 @@ from torch.utils.data import (
 
 from fabricamp._utils.say_once import say_once
 from fabricamp.data.combined import CombinedLoader, leaves_of
-from fabricamp.data.kept_positions import unrepeatable_order
 from fabricamp.data.length_groups import LengthGroups
 from fabricamp.data.lengths import known_length
 from fabricamp.data.orders import DrawnOrder, GivenOrder, SeededOrder
@@ -36,6 +35,7 @@ from fabricamp.data.samplers import (
 )
 from fabricamp.data.seeding import SeededDataset
 from fabricamp.data.sharding import Sharded, orders_of_ranks
+from fabricamp.data.unrepeatable import unrepeatable_order
 from fabricamp.errors import ConfigError
 from fabricamp.rng import seed_worker, seeds_workers
 

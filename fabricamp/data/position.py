@@ -34,7 +34,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDa
 from fabricamp._utils.containers import tensors_within
 from fabricamp._utils.first_rank import started_rank
 from fabricamp._utils.types import Batch, Loader, StateDict, Stateful, has_state
-from fabricamp.data.kept_positions import untried_part
+from fabricamp.data.kept_positions import forget_loaded_state, untried_part
 from fabricamp.data.length_groups import LengthGroups
 from fabricamp.data.lengths import ends_by_samples, is_sized_stream, known_length, most_batches_of
 from fabricamp.data.orders import GIVEN, Draw
@@ -393,8 +393,12 @@ def without_first(batches: Iterator[Batch], unread: int) -> Iterator[Batch]:
     return batches
 
 
-def end_workers(loader: Loader, batches: object) -> None:
-    """Ends the workers of one pass now, unless they are persistent: a kept traceback would keep them from the garbage collector."""
+def end_pass(loader: Loader, batches: object) -> None:
+    """Ends the workers of one pass now, unless they are persistent: a kept traceback would keep them from the garbage collector.
+
+    A stream that was entered at a saved state begins its next pass at the beginning.
+    """
+    forget_loaded_state(loader)
     if isinstance(batches, StreamPass):
         batches = batches.opened
     shut_down = getattr(batches, "_shutdown_workers", None)

@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fabricamp import Callback, TrainingModule
 from fabricamp._utils.say_once import say_once
-from fabricamp.data import kept_positions
+from fabricamp.data import Sharded, kept_positions
 from fabricamp.data.kept_positions import EXACT, _stateful_parts, untried_part
 from fabricamp.data.position import is_stateful
+from fabricamp.data.unrepeatable import unrepeatable_order
 from tests.small import quiet_trainer
 
 BATCH = 4
@@ -293,6 +294,15 @@ def test_each_entry_of_the_table_is_tried(library):
     assert {type(part).__name__ for part in parts} >= EXACT[library].types
 
 
+@pytest.mark.parametrize("around", [unchanged, Around])
+def test_a_resumed_run_leaves_no_state_in_a_stream_for_the_next_run(around, tmp_path):
+    loader = DataLoader(around(examples().select_columns("x").with_format("torch")), BATCH)
+    whole = seen(loader, callbacks=[SavesAlways(tmp_path)])
+    (path,) = tmp_path.glob("0-3-*.ckpt")
+    assert seen(loader, ckpt_path=path) == whole[3:]
+    assert seen(loader) == whole
+
+
 def test_another_version_is_read_again(monkeypatch):
     loader = in_batches(examples())
     monkeypatch.setattr(kept_positions, "_version_of", lambda library: (5, 3, 0))
@@ -370,9 +380,22 @@ def test_an_order_that_cannot_be_repeated_is_told_before_it_begins(change, worke
     assert says is None or says in told[0]
 
 
+def test_a_stream_within_others_is_told(tmp_path):
+    wds = pytest.importorskip("webdataset", reason="needs the package webdataset")
+    stream = webdataset(tmp_path, by_time)
+    for loader in (wds.WebLoader(stream, batch_size=BATCH), DataLoader(Sharded(stream), BATCH)):
+        assert "shuffle(..., seed=...)" in unrepeatable_order(loader)
+    counts = webdataset(tmp_path, by_pass)
+    assert unrepeatable_order(wds.WebLoader(counts, batch_size=BATCH, num_workers=1)) is None
+    assert unrepeatable_order(wds.WebLoader(counts, batch_size=BATCH)) is not None
+
+
 def test_shards_drawn_anew_are_told(tmp_path):
     stream = webdataset(tmp_path, unchanged, resampled=True)
-    assert "ResampledShards(..., deterministic=True)" in kept_positions.unrepeatable_order(DataLoader(stream, BATCH))
+    assert "ResampledShards(..., deterministic=True)" in unrepeatable_order(DataLoader(stream, BATCH))
+    stream.pipeline[0].deterministic = True
+    assert "counts the passes" in unrepeatable_order(DataLoader(stream, BATCH))
+    assert unrepeatable_order(DataLoader(stream, BATCH, num_workers=1)) is None
 
 
 def test_a_shuffle_with_a_seed_is_exact(tmp_path):
