@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import logging
+import re
 import textwrap
 from pathlib import Path
 
@@ -225,11 +226,21 @@ def test_hydras_job_log_has_each_line_once(tmp_path):
 
 
 PAGE = (Path(__file__).parents[1] / "docs" / "output.md").read_text()
+# A promise stands behind its statement, or where the line would be too long, above it.
+LINES = re.findall(
+    r"^(?:# (?P<above>.*)\n)?(?P<statement>logging\..*?)(?: +# (?P<behind>.*))?$",
+    PAGE.partition("import logging\n")[2].partition("```")[0],
+    re.MULTILINE,
+)
 
 
-@pytest.mark.parametrize("line", PAGE.partition("import logging\n")[2].partition("```")[0].splitlines())
-def test_each_line_of_the_page_does_what_stands_behind_it(tmp_path, line):
-    statement, _, promise = line.partition("#")
+def test_the_page_has_a_promise_for_each_line():
+    assert [bool(above) != bool(behind) for above, _, behind in LINES] == [True] * 4
+
+
+@pytest.mark.parametrize(("above", "statement", "behind"), LINES)
+def test_each_line_of_the_page_does_what_it_promises(tmp_path, above, statement, behind):
+    promise = above or behind
     out, err = ran(tmp_path, before=statement)
     expected = f"fabricamp: {SAID[1]}\n" if "warnings only" in promise else ""
     assert (out, err) == ("mine\n", expected)
