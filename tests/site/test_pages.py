@@ -62,7 +62,7 @@ def test_the_shell_commands_of_a_page_are_shell(page):
         assert done.returncode == 0, f"{code}\n{done.stderr}"
 
 
-def test_every_page_begins_with_code_or_a_picture():
-    """What to type comes before how it behaves."""
-    late = [name(page) for page in PAGES if re.search(r"^(```|!\[)", page.read_text(), re.MULTILINE).start() > 900]
-    assert late == []
+def test_every_page_begins_with_code_a_picture_or_a_table():
+    """What to type, or to look up, comes before how it behaves."""
+    begun = {name(page): re.search(r"^(```|!\[|\| )", page.read_text(), re.MULTILINE) for page in PAGES}
+    assert [page for page, found in begun.items() if found is None or found.start() > 900] == []
