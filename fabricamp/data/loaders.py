@@ -97,6 +97,12 @@ def wire_loader(
     if isinstance(loader, CombinedLoader):
         options = {name: value for name, value in locals().items() if name != "loader"}
         return loader.map(functools.partial(wire_loader, **options))
+    unrepeatable = unrepeatable_order(loader) if train and rank == 0 else None
+    if unrepeatable is not None:
+        say_once(
+            f"{unrepeatable}: as it is, a run that is resumed within an epoch cannot repeat the epoch's order, and "
+            "reads some samples twice and others never"
+        )
     # The rank and the number of ranks among which the samples are shared.
     data_rank = rank if distributed_sampler else 0
     data_ranks = world_size if distributed_sampler else 1
@@ -126,12 +132,6 @@ def wire_loader(
                 len(cast("Sized", loader.dataset)), rank=data_rank, world_size=data_ranks, block=block
             )
         return _rebuilt(loader, new_sampler, rank, device)
-    unrepeatable = unrepeatable_order(loader) if train and rank == 0 else None
-    if unrepeatable is not None:
-        say_once(
-            f"WebDataset {unrepeatable}: as it is, a run that is resumed within an epoch cannot repeat the epoch's order, and "
-            "reads some samples twice and others never"
-        )
     if per_sample_seed and train:
         raise ConfigError(
             f"per_sample_seed=True seeds the samples of a dataset with indices, and this loader is a {_kind(loader)}; pass "

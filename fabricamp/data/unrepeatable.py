@@ -1,4 +1,4 @@
-"""Orders of WebDataset's that no other process can draw, so that a run cannot be resumed exactly within an epoch."""
+"""Orders of workers, and of WebDataset's, that no other process can repeat: a run cannot be resumed exactly within an epoch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from fabricamp.data.sharding import Sharded
 
 
 def unrepeatable_order(loader: object) -> str | None:
-    """Returns what of WebDataset's draws an order that no other process can draw, and what to write instead; None if nothing."""
+    """Returns what makes an order that no other process can repeat, and what to write instead; None if nothing does."""
     goes_on = True  # from pass to pass, unless each of them begins with new workers
     for stage in _stages_of(loader):
         if isinstance(stage, DataLoader):
             goes_on = stage.num_workers == 0 or stage.persistent_workers
+            if stage.num_workers > 1 and not getattr(stage, "in_order", True):
+                return (
+                    f"{type(stage).__name__} hands out batches as its workers finish; give in_order=True, the default"
+                )
             continue
         name = type(stage).__name__
         if name == "ResampledShards" and not getattr(stage, "deterministic", True):
-            return "draws shards from the process's number and the time; give ResampledShards(..., deterministic=True)"
+            return "WebDataset draws shards from the process's number and the time; give ResampledShards(..., deterministic=True)"
         if name in ("ResampledShards", "detshuffle") and goes_on:
-            return f"counts the passes of this process in {name}; give the loader workers that are not persistent"
+            return f"WebDataset counts the passes of this process in {name}; give the loader workers that are not persistent"
         if getattr(getattr(stage, "f", None), "__name__", "") != "_shuffle":
             continue
         given = dict(zip(("bufsize", "initial", "rng", "seed"), getattr(stage, "args", ()), strict=False))
@@ -29,9 +33,9 @@ def unrepeatable_order(loader: object) -> str | None:
         if given.get("seed") is not None:
             continue
         if given.get("rng") is None:
-            return "shuffles by the process's number and the time; give shuffle(..., seed=...)"
+            return "WebDataset shuffles by the process's number and the time; give shuffle(..., seed=...)"
         if goes_on:
-            return "goes on with the rng of shuffle(..., rng=...) from pass to pass; give shuffle(..., seed=...)"
+            return "WebDataset goes on with the rng of shuffle(..., rng=...) from pass to pass; give shuffle(..., seed=...)"
     return None
 
 

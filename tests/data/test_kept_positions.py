@@ -390,6 +390,19 @@ def test_a_stream_within_others_is_told(tmp_path):
     assert unrepeatable_order(wds.WebLoader(counts, batch_size=BATCH)) is not None
 
 
+def test_workers_that_hand_out_of_order_are_told(caplog):
+    say_once.cache_clear()
+    numbers = torch.arange(16)
+    with caplog.at_level(logging.WARNING, "fabricamp"):
+        seen(DataLoader(numbers, BATCH, num_workers=2))
+        assert "in_order" not in caplog.text
+        seen(DataLoader(numbers, BATCH, num_workers=2, in_order=False))
+    assert (
+        "DataLoader hands out batches as its workers finish; give in_order=True, the default: as it is" in caplog.text
+    )
+    assert unrepeatable_order(DataLoader(numbers, BATCH, num_workers=1, in_order=False)) is None
+
+
 def test_shards_drawn_anew_are_told(tmp_path):
     stream = webdataset(tmp_path, unchanged, resampled=True)
     assert "ResampledShards(..., deterministic=True)" in unrepeatable_order(DataLoader(stream, BATCH))
