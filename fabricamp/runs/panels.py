@@ -93,12 +93,12 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
 
 def training_loss(names: Sequence[str]) -> str | None:
     """Returns the name of the training loss among the logged names, or None."""
-    return _main([one for one in names if _is_loss(one) and not _EVALUATION.search(one)])
+    return _main(_losses([one for one in names if not _EVALUATION.search(one)]))
 
 
 def validation_loss(names: Sequence[str]) -> str | None:
     """Returns the name of the validation loss among the logged names, or None."""
-    return _main([one for one in names if _is_loss(one) and _EVALUATION.search(one)])
+    return _main(_losses([one for one in names if _EVALUATION.search(one)]))
 
 
 def is_better_low(name: str) -> bool:
@@ -106,8 +106,10 @@ def is_better_low(name: str) -> bool:
     return re.search(r"loss|error|perplexity|mse|mae", name.lower()) is not None and "scale" not in name.lower()
 
 
-def _is_loss(name: str) -> bool:
-    return "loss" in name.lower() and "scale" not in name.lower()
+def _losses(names: Sequence[str]) -> list[str]:
+    """Returns the names of losses: those that say so, or else those of errors (``mse``)."""
+    low = [one for one in names if is_better_low(one)]
+    return [one for one in low if "loss" in one.lower()] or low
 
 
 def _rate(names: Sequence[str]) -> str | None:

@@ -196,6 +196,15 @@ def test_what_a_checkpoint_monitors_is_drawn_after_the_losses(tmp_path, capsys):
     assert "\nval_accuracy" in capsys.readouterr().out
 
 
+def test_an_error_is_drawn_where_nothing_is_called_a_loss(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,accuracy,mse,val_mse\n0,0.5,3,4\n5,0.6,1,2\n")
+    panels = choose(read_runs([tmp_path]))
+    assert [(panel.title, line.metric) for panel in panels for line in panel.lines] == [
+        ("loss", "mse"),
+        ("validation loss", "val_mse"),
+    ]
+
+
 def test_what_runs_of_earlier_versions_kept_as_best_is_drawn(tmp_path):
     (tmp_path / "metrics.csv").write_text("step,loss,f1,other\n0,3,0.5,1\n5,1,0.9,2\n")
     for text, titles in (
