@@ -101,6 +101,19 @@ def test_a_program_with_any_batch_gives_what_the_module_gives(precision, dtype):
     assert torch.equal(torch.export.load("net.pt2").module()(x), module(x))
 
 
+def test_a_program_for_one_batch_size_says_so(capsys):
+    trained()
+    command = ["export", "last.ckpt", "--to", "net.pt2", "--module", f"{__name__}.Net", "--input"]
+    assert main([*command, "1,8"]) == 0
+    assert (
+        "for batches of 1 alone; an example with 2 rows or more (--input 2,...) lets it vary" in capsys.readouterr().out
+    )
+    with pytest.raises(Exception, match="Guard failed"):
+        torch.export.load("net.pt2").module()(torch.randn(4, 8))
+    assert main([*command, "2,8"]) == 0
+    assert "alone" not in capsys.readouterr().out
+
+
 @pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript")),
     reason="needs the package onnxscript",

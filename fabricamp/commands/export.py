@@ -94,7 +94,19 @@ def export(
         )
     program = _program(_module(module, str(checkpoint), weights, target_dtype), inputs)
     _write_and_rename(path, lambda file: _write_program(file, path.suffix, program))
-    return f"{path}: {module.__name__}.forward, {_dtypes(weights)}"
+    return f"{path}: {module.__name__}.forward, {_dtypes(weights)}{_fixed_batch(program)}"
+
+
+def _fixed_batch(program: torch.export.ExportedProgram) -> str:
+    """Returns which batch size alone the program takes, in words; an empty string if it may vary."""
+    inputs = program.graph_signature.user_inputs
+    values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in inputs]
+    batches = [value.shape[0] for value in values if isinstance(value, torch.Tensor) and value.ndim]
+    sizes = sorted({size for size in batches if isinstance(size, int)})  # one that may vary is a symbol
+    if not sizes:
+        return ""
+    cure = "; an example with 2 rows or more (--input 2,...) lets it vary" if sizes == [1] else ""
+    return f", for batches of {', '.join(map(str, sizes))} alone{cure}"
 
 
 def _checked(path: Path, dtype: str | None, *, whole: bool) -> Path:
