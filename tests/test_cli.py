@@ -366,6 +366,10 @@ def test_help_shows_the_pages_that_messages_name(capsys):
     assert "there is no page on 'slow-dat'; did you mean slow-data?" in capsys.readouterr().err
     assert main(["help", "slow-dtaa"]) == 2
     assert "there is no page on 'slow-dtaa'; did you mean 'slow-data'?" in capsys.readouterr().err
+    assert main(["help", "EarlyStopping"]) == 2
+    assert re.search("no page on 'EarlyStopping'; it is mentioned in .*validation", capsys.readouterr().err)
+    assert main(["help", "zzzz"]) == 2
+    assert "mentioned" not in capsys.readouterr().err
 
 
 def test_no_message_names_a_file_that_only_a_clone_has():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from fabricamp.errors import ConfigError, nearest
@@ -35,7 +36,7 @@ def show(topic: str | None) -> None:
         return
     if topic not in found:
         within = ", ".join(name for name in found if topic.lower() in name)
-        meant = f"; did you mean {within}?" if within and topic else nearest(topic, found)
+        meant = f"; did you mean {within}?" if within and topic else nearest(topic, found) or _mentions(topic, found)
         raise ConfigError(f"there is no page on {topic!r}{meant} (`fabricamp help` lists the topics)")
     text = found[topic].read_text(encoding="utf-8")
     if not is_terminal(sys.stdout):
@@ -46,6 +47,14 @@ def show(topic: str | None) -> None:
 
     with get_console().pager(styles=True):
         get_console().print(Markdown(text))
+
+
+def _mentions(topic: str, pages: Mapping[str, Path]) -> str:
+    """Returns the three pages that speak most of ``topic``, for a message; an empty string if none does."""
+    texts = {name: page.read_text(encoding="utf-8").lower() for name, page in pages.items()}
+    shares = {name: text.count(topic.lower()) / len(text) for name, text in texts.items() if topic.lower() in text}
+    most = sorted(shares, key=lambda name: -shares[name])[:3]
+    return f"; it is mentioned in {', '.join(most)}" if most and topic else ""
 
 
 def _title(page: Path) -> str:
