@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +46,7 @@ class Net(Classifier):
         self.begin("test")
 
 def call(word, module):
+    open(f"pid{os.environ.get('RANK', '')}", "w").write(str(os.getpid()))
     devices, fn, *method = word.split(":")
     number = {} if devices == "auto" else {"devices": int(devices)}
     how = {"strategy": "delayed_ddp"} if devices not in ("1", "auto") else {}
@@ -182,11 +185,19 @@ def test_an_error_on_rank_zero_ends_all_with_its_reason(tmp_path):
     assert err.count("Traceback") == 1
 
 
+def ignores_ctrl_c(pid_file):
+    """Returns whether the process of this file ignores SIGINT now, by the mask that Linux shows."""
+    status = Path(f"/proc/{pid_file.read_text()}/status").read_text()
+    return bool(int(status.partition("SigIgn:")[2].split()[0], 16) & 1 << signal.SIGINT - 1)
+
+
 def test_ctrl_c_is_left_to_rank_zero(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     process = start(tmp_path, "train.py", "2:fit", "1:test", "--wait")
     try:
         wait_for_line(tmp_path / "waiting", process=process)
+        while not ignores_ctrl_c(tmp_path / "pid1"):  # rank 1 may not wait for rank 0 yet
+            time.sleep(0.01)
         os.killpg(process.pid, signal.SIGINT)
         code, out, err = finish(process)
     finally:

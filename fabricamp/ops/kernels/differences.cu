@@ -1,5 +1,4 @@
 // Whether tensors differ from others that are rounded to their dtype; no column is written.
-// ops: note_differences
 #include "common.cuh"
 
 #ifndef KINDS  // rows that most runs have
