@@ -46,6 +46,7 @@ from fabricamp.ops.bridge import Kind
 from fabricamp.ops.layouts import Layouts, addresses, anchors, dtypes, elements_of, same_layout
 from fabricamp.ops.shards import SharedRows
 from fabricamp.ops.uploads import CAPTURES, is_capturing, lasting_memory, upload
+from fabricamp.torch_private import are_at
 
 CHUNK_SIZE: Final = 32768  # 16 Ki to 64 Ki are within 4 % of each other; this is best where tensors are many and small
 THREADS: Final = 512
@@ -116,6 +117,7 @@ class Table:
         self.present: list[int] | None = None
         """The rows whose column 0 is not None; None: all rows."""
         # What is known of column 0; empty lists if nothing is known, or if a row has no tensor there.
+        self._all_rows = list(range(count))
         self._pointers: list[int] = []
         self._dtypes: list[torch.dtype] = []
         self._devices: list[int] = []
@@ -206,8 +208,12 @@ class Table:
             trust = False
         if trust and self._last_tuple is not None and gradients is self._last_tuple:
             return
-        pointers = addresses(gradients)
         self._last_tuple = None
+        # Nearly every step: the allocator gives backward the memory of the last step's gradients again.
+        if trust and self._are_unmoved(gradients) and self._layouts.fit(gradients):
+            self._keep_tuple(gradients)
+            return
+        pointers = addresses(gradients)
         # Dense copies belong to the tensors of the last call, so they have to be made again.
         if not trust or self._dense_copies[0] or not self._layouts.fit(gradients):
             self._set_unknown(gradients, pointers)
@@ -221,6 +227,18 @@ class Table:
                 self._set_unknown(gradients, pointers)
             else:
                 self._set_moved(pointers)
+        self._keep_tuple(gradients)
+
+    def _are_unmoved(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Whether each row has a gradient, at the address of the last one, whose values kernels read there."""
+        if not self._dtypes or self._dense_copies[0] or len(gradients) != len(self._pointers):
+            return False
+        try:
+            return are_at(list(gradients), self._pointers, self._all_rows)  # type: ignore[arg-type]
+        except (AttributeError, RuntimeError):  # there is a None now, or a sparse gradient
+            return False
+
+    def _keep_tuple(self, gradients: Sequence[Tensor | None]) -> None:
         if isinstance(gradients, tuple) and not self._dense_copies[0]:
             self._last_tuple = gradients
 

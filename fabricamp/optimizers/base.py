@@ -131,13 +131,16 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         gradients: Sequence[Tensor | None] | None = None,
         copies: Sequence[Tensor | None] | None = LAST,
         flags: Sequence[Tensor | None] | None = LAST,
+        *,
+        parameters: Sequence[Tensor] | None = None,
     ) -> None:
         """Sets the tensors that the next step reads and writes, one entry per parameter in the order of ``param_groups``.
 
         ``gradients``: None takes each parameter's ``.grad``; the same tuple as in the last call is assumed to be the same memory.
         ``copies``: tensors into which the step also writes the rounded parameters.  ``flags``: fp32 numbers in device memory; the
         step skips a parameter if its flag is 0.  Pass the same list of ``copies`` and of ``flags`` each time; a list that is left
-        out is that of the last call.
+        out is that of the last call.  ``parameters``: those of ``param_groups``, from a caller that has just read them; the tuple
+        of the last call is not compared one by one.
 
         Raises UnsupportedError if the rows of a captured step would have to be rebuilt, or if the first step is in a capture.
         """
@@ -149,7 +152,8 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         if flags is LAST:
             flags = self._flags
         groups = self.param_groups
-        parameters = groups[0]["params"] if len(groups) == 1 else list(chain.from_iterable(map(_params, groups)))
+        if parameters is None:
+            parameters = groups[0]["params"] if len(groups) == 1 else list(chain.from_iterable(map(_params, groups)))
         explicit = gradients is not None
         if gradients is None:
             gradients = list(map(self._grad_of, parameters))

@@ -184,7 +184,8 @@ class RowsCacheKey:
     def __init__(
         self, parameters: Sequence[Tensor], parts: Sequence[DeviceParams], copies: Column | None, flags: Column | None
     ) -> None:
-        self._parameters = list(parameters)
+        # A tuple stays as it is, so that it is known again without a look at what it holds.
+        self._parameters = parameters if isinstance(parameters, tuple) else list(parameters)
         with_row = {index for part in parts for index in part.indices}
         self._without = [index for index in range(len(parameters)) if index not in with_row]
         # Only a table holds addresses; a reference finds the memory through the tensors.
@@ -205,11 +206,8 @@ class RowsCacheKey:
     def are_parameters(self, parameters: Sequence[Tensor]) -> bool:
         """Whether the rows are those of ``parameters``, in this order and in the same memory."""
         own = self._parameters
-        return (
-            len(parameters) == len(own)
-            and all(map(operator.is_, parameters, own))
-            and are_at(self._addressed, self._pointers, self._of_parameters)
-        )
+        known = parameters is own or (len(parameters) == len(own) and all(map(operator.is_, parameters, own)))
+        return known and are_at(self._addressed, self._pointers, self._of_parameters)
 
     def holds(
         self, parameters: Sequence[Tensor], gradients: Column, copies: Column | None, flags: Column | None

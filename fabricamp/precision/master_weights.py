@@ -6,7 +6,7 @@ import contextlib
 import copy
 import operator
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -378,7 +378,7 @@ def take_changed(half: Tensor, full: Tensor) -> None:
     full.copy_(with_changed(half, full))
 
 
-def round_to(masters: list[Tensor], parameters: list[Tensor]) -> None:
+def round_to(masters: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
     """Rounds each master into its half parameter."""
     pairs = [pair for pair in zip(masters, parameters, strict=True) if pair[0] is not pair[1]]
     ops.copy_cast([master for master, _ in pairs], [parameter for _, parameter in pairs])

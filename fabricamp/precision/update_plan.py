@@ -452,7 +452,7 @@ class ScaledStages(Stages):
             tensors: Sequence[Tensor | None] = list(map(params.grad_of, params.model_params))
         else:
             tensors, flags = params.tensors_and_flags(gradients)
-        optimizer.gather(tensors, params.copies, flags)
+        optimizer.gather(tensors, params.copies, flags, parameters=params.master_params)
         scale = self._scale if gradients.weight is None else gradients.carried(self._scale)
         max_norm = None
         max_value = None

@@ -398,7 +398,7 @@ def _own(gradient: Tensor) -> Tensor:
     return gradient.clone() if gradient._is_view() else gradient
 
 
-def _half_on_cpu(tensors: list[Tensor]) -> bool:
+def _half_on_cpu(tensors: Sequence[Tensor]) -> bool:
     return any(tensor.dtype in HALF_DTYPES and tensor.device.type == "cpu" for tensor in tensors)
 
 
