@@ -306,7 +306,8 @@ def loop_row(name, windows, _quick):
     if network == "mlp":
         pace = paced_class()(windows, 500 if graph else 60, 10)
     else:
-        pace = paced_class()(windows, 12 if graph else 6, 150)
+        # A window of a graph is long: it holds a flush of the log, with its weight in a run, and begins with an idle GPU.
+        pace = paced_class()(windows, 50 if graph else 6, 150)
     module = loop.module_of(case, TrainingModule, partial(FusedAdam, lr=1e-4, weight_decay=0.01))
     with tempfile.TemporaryDirectory() as root:
         trainer = Trainer(

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from fabricamp.ops.extremes import INTEGERS, all_reduce_extreme
 from fabricamp.ops.layouts import addresses
+from fabricamp.torch_private import are_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -40,13 +41,21 @@ def local(tensor: Any) -> Any:
     return tensor._local_tensor if is_shard(tensor) else tensor
 
 
-def address_reader(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], list[int]]:
-    """Returns a function that reads the addresses of tensors like these: of their local shards, if any of them is sharded."""
-    return _shard_addresses if any_shard(tensors) else addresses
+class MemoryOf:
+    """Where tensors are now; of sharded ones, where this rank's shards are."""
 
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._has_shards = any_shard(self._tensors)
+        self._positions = list(range(len(self._tensors)))
+        self._addresses = addresses(self._present())
 
-def _shard_addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return addresses(list(map(local, tensors)))
+    def is_unchanged(self) -> bool:
+        """Whether every tensor is still there."""
+        return are_at(self._present(), self._addresses, self._positions)
+
+    def _present(self) -> list[Tensor]:
+        return list(map(local, self._tensors)) if self._has_shards else self._tensors
 
 
 def device_of(tensor: Any) -> torch.device:

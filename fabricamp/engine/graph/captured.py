@@ -42,7 +42,7 @@ from fabricamp.engine.graph.host_effects import CapturedConstantsGuard, Generato
 from fabricamp.engine.graph.refusals import is_fused
 from fabricamp.errors import ConfigError
 from fabricamp.ops.copies import Copies
-from fabricamp.ops.shards import address_reader, local
+from fabricamp.ops.shards import MemoryOf, local
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.torch_private import end_failed_capture
 
@@ -449,8 +449,7 @@ class CapturedOptimizer:
         updated = self._updated()
         self._are_tensors = [isinstance(value, Tensor) for value in updated]
         self._tensors = list(compress(updated, self._are_tensors))
-        self._addresses_of = address_reader(self._tensors)
-        self._addresses = self._addresses_of(self._tensors)
+        self._places = MemoryOf(self._tensors)
 
     def is_unchanged(self) -> bool:
         """Whether numbers, tensors and the memory of parameters and state are those of the capture."""
@@ -459,9 +458,7 @@ class CapturedOptimizer:
             return False
         tensors = list(compress(updated, self._are_tensors))
         return (
-            all(map(operator.is_, tensors, self._tensors))
-            and self._addresses_of(tensors) == self._addresses
-            and self._has_same_numbers()
+            all(map(operator.is_, tensors, self._tensors)) and self._places.is_unchanged() and self._has_same_numbers()
         )
 
     def _updated(self) -> list[Any]:

@@ -30,7 +30,7 @@ from fabricamp.engine.graph.refusals import refused
 from fabricamp.errors import NotCapturableError
 from fabricamp.metrics.slots import MetricTable
 from fabricamp.metrics.values import is_metric, is_metric_collection
-from fabricamp.ops.shards import address_reader
+from fabricamp.ops.shards import MemoryOf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -274,8 +274,7 @@ class CapturedConstantsGuard:
             if name not in managed and isinstance(value, Tensor)
         ]
         self._tensors = [*module.parameters(), *module.buffers(), *(value for _, _, value in self._loose)]
-        self._addresses_of = address_reader(self._tensors)
-        self._addresses = self._addresses_of(self._tensors)
+        self._places = MemoryOf(self._tensors)
         self._trained = list(map(_requires_grad, self._tensors))
 
     def are_unchanged(self) -> bool:
@@ -290,11 +289,7 @@ class CapturedConstantsGuard:
             plain = list(map(operator.call, self._getters, self._tables)) == self._values
         except KeyError:  # an attribute was deleted
             return False
-        return (
-            plain
-            and self._addresses_of(self._tensors) == self._addresses
-            and list(map(_requires_grad, self._tensors)) == self._trained
-        )
+        return plain and self._places.is_unchanged() and list(map(_requires_grad, self._tensors)) == self._trained
 
     def changed(self) -> str:
         """Returns the name of an attribute that has changed; an empty string if something else has."""
