@@ -32,9 +32,16 @@ def loader_length(loader: Loader, name: str) -> int | float:
         over = "" if dataset is None else f" over {type(dataset).__name__}"
         raise ConfigError(
             f"{name}: {type(loader).__name__}{over} has no batches; give it at least one "
-            "(an empty dataset, or drop_last=True with fewer samples than a batch?)"
+            f"(an empty dataset, or drop_last=True with fewer samples than a batch?){without(name)}"
         )
     return length
+
+
+def without(name: str) -> str:
+    """Returns how a run goes without the loader that the argument ``name`` gives; an empty string if it needs it."""
+    if name == "val_dataloaders":
+        return "; to go without validation: limit_val_batches=0, or leave the loader out"
+    return "; or leave it out of the collection" if name.startswith("CombinedLoader[") else ""
 
 
 def known_length(loader: object) -> int | float:

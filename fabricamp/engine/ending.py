@@ -21,6 +21,7 @@ from torch import nn
 from fabricamp import launch
 from fabricamp._utils.threads import THREAD_LIMITS
 from fabricamp.engine.ckpt_path import model_checkpoints
+from fabricamp.engine.run_file import folder_to_record_in, record_early_failure
 from fabricamp.errors import CheckpointError, DistributedError, FabricampError, NonFiniteError, advice
 from fabricamp.hooks import call_all, call_hook
 from fabricamp.lightning.given import hand_back
@@ -121,6 +122,7 @@ def _fail(trainer: Trainer, session: Session, error: BaseException) -> None:
 
 
 def _release_after(session: Session, error: BaseException) -> None:
+    folder = folder_to_record_in(session.trainer)  # now: a logger that has written nothing gives its folder back
     try:
         call_all(session.hooks.callbacks("on_exception"), error)
         if session.source.datamodule is not None:
@@ -128,6 +130,7 @@ def _release_after(session: Session, error: BaseException) -> None:
     finally:
         session.end(failed=True)
         session.give_back(failed=True)
+        record_early_failure(session, folder, error)
 
 
 def end_fit(trainer: Trainer, session: Session, loop: TrainingLoop) -> None:

@@ -45,7 +45,7 @@ def recorded(session: Session) -> Iterator[None]:
 
     Only on rank 0, and only if a logger has a folder.
     """
-    folder = _folder_to_record_in(session.trainer)
+    folder = folder_to_record_in(session.trainer)
     if folder is None:
         yield
         return
@@ -70,6 +70,17 @@ def recorded(session: Session) -> Iterator[None]:
                 _write(session, folder, {**content, **_end(session, error)})
 
 
+def record_early_failure(session: Session, folder: Path | None, error: BaseException) -> None:
+    """Writes the file of a fit that failed before its loop, whose loggers are closed, if it left files in ``folder``.
+
+    The record of an earlier fit there stays: this one has changed nothing.
+    """
+    if session.fn is not TrainerFn.FITTING or folder is None or not folder.is_dir() or (folder / NAME).exists():
+        return
+    with _never_an_error():
+        _write(session, folder, {**_beginning(session, folder), **_end(session, error)})
+
+
 def recorded_evaluation(session: Session, options: Mapping[str, bool]) -> Any:
     """Runs ``session.evaluate`` and returns its result; writes how it ended, if it has a log folder: it makes none."""
     started = _now()
@@ -82,7 +93,7 @@ def recorded_evaluation(session: Session, options: Mapping[str, bool]) -> Any:
         raise
     finally:
         with _never_an_error():
-            folder = _folder_to_record_in(session.trainer)
+            folder = folder_to_record_in(session.trainer)
             if folder is not None and folder.is_dir():
                 content = _evaluation(session, folder, result, error)
                 _write(session, folder, {"started": started, **content}, EVALUATIONS[session.fn])
@@ -105,7 +116,7 @@ def _never_an_error() -> Iterator[None]:
         _LOG.warning("%s is not written: %s", NAME, error)
 
 
-def _folder_to_record_in(trainer: Trainer) -> Path | None:
+def folder_to_record_in(trainer: Trainer) -> Path | None:
     """Returns the first logger's folder on rank 0, otherwise None."""
     if not trainer.is_global_zero or trainer.fast_dev_run:
         return None

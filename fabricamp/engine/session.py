@@ -22,6 +22,7 @@ from fabricamp.checkpoint.left_out import LEFT_OUT, Trained
 from fabricamp.checkpoint.packing import described_objects, pack_objects
 from fabricamp.checkpoint.plain import stages_as_text
 from fabricamp.data import draw_a_pass, release_workers, set_epoch, set_sampler_epoch
+from fabricamp.data.lengths import without
 from fabricamp.engine.checkpoint_sections import CALLBACKS, POSITION, TRAINING, WEIGHTS_ONLY, record_of
 from fabricamp.engine.compiled import Compilation
 from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions, print_results
@@ -538,9 +539,10 @@ class Session:
         self._told_of_empty.add(dataloader_idx)
         _LOG.warning(
             "%s loader%s gave no batch, so it has no values; check the data set and the batch size (an iterator is used up after "
-            "one pass: give a loader that can be iterated again)",
+            "one pass: give a loader that can be iterated again)%s",
             kind,
             f" {dataloader_idx + 1} of {num_loaders}" if num_loaders > 1 else "",
+            without("val_dataloaders") if self.fn is TrainerFn.FITTING else "",
         )
 
     def evaluate(self, *, verbose: bool = False, keep: bool = False, chosen: bool = False) -> Any:

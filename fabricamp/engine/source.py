@@ -192,7 +192,7 @@ class DataSource:
                 self._collections["val"] = train_loader.iterables
             return [train_loader], [length]
         wired, self._collections[name] = self._wire_evaluation(loaders, in_batches=name == "predict")
-        label = "val_dataloaders" if name == "val" else "dataloaders"
+        label = "val_dataloaders" if self._source.fn is TrainerFn.FITTING else "dataloaders"
         lengths = [
             limit_batches(loader_length(loader, label), limit, f"limit_{name}_batches", most=most_batches(loader))
             for loader in wired

@@ -138,6 +138,28 @@ def test_nothing_to_train_on(empty):
         fit(Classifier(), empty)
 
 
+WITHOUT = "; to go without validation: limit_val_batches=0, or leave the loader out"
+
+
+def test_an_empty_validation_loader_says_how_to_go_without_one():
+    empty = DataLoader(data(0), 4)
+    with pytest.raises(ConfigError) as told:
+        quiet_trainer(max_epochs=1).fit(Classifier(), loader(8), empty)
+    assert str(told.value).startswith("val_dataloaders: DataLoader over TensorDataset has no batches")
+    assert str(told.value).endswith(WITHOUT)
+    with pytest.raises(
+        ConfigError, match=r"CombinedLoader\[1\].* has no batches.*; or leave it out of the collection$"
+    ):
+        quiet_trainer(max_epochs=1).fit(Classifier(), loader(8), [loader(8), empty])
+    for options in ({"limit_val_batches": 0}, {}):
+        given = [empty] if options else []
+        quiet_trainer(max_epochs=1, **options).fit(Classifier(), loader(8), *given)
+    with pytest.raises(ConfigError) as told:
+        quiet_trainer().validate(Classifier(), empty)
+    assert str(told.value).startswith("dataloaders: ")
+    assert "to go without" not in str(told.value)
+
+
 def test_an_iterable_without_a_batch():
     with pytest.raises(ConfigError, match="gave no batch"):
         fit(Classifier(), DataLoader(Nothing(), 4))
@@ -151,7 +173,9 @@ def test_an_evaluation_loader_without_a_batch_is_told_once(caplog):
     cure = "gave no batch, so it has no values; check the data set and the batch size"
     of_fit, of_test = caplog.messages
     assert of_fit.startswith(f"validation loader 2 of 2 {cure}")
+    assert of_fit.endswith(WITHOUT)
     assert of_test.startswith(f"test loader {cure}")
+    assert "to go without" not in of_test
 
 
 def test_an_empty_validation_is_told_before_a_monitor_misses_its_value(caplog):

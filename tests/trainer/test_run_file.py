@@ -154,6 +154,57 @@ def test_values_of_the_environment_are_for_the_user_alone():
     assert stat.S_IMODE(Path("run/run.json").stat().st_mode) == 0o600
 
 
+class FailsBeforeItTrains(Classifier):
+    """Fails in the sanity check, or where ``place`` says."""
+
+    def __init__(self, place="validation_step"):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def validation_step(self, batch, batch_idx):
+        self._fail("validation_step")
+
+    def configure_optimizers(self):
+        self._fail("configure_optimizers")
+        return super().configure_optimizers()
+
+    def _fail(self, place):
+        if self.hparams.place == place:
+            raise ValueError(f"no {place}")
+
+
+def test_a_fit_that_fails_before_its_first_step_is_a_run_that_failed():
+    with pytest.raises(ValueError, match="no validation_step"):
+        fit(FailsBeforeItTrains())
+    content = written()
+    assert (content["status"], content["reason"]) == ("failed", "ValueError: no validation_step")
+    assert (content["step"], content["hyperparameters"]) == (0, {"place": "validation_step"})
+    listed = summarise(Path("run"))
+    assert (listed.status, listed.reason) == ("failed", "ValueError: no validation_step")
+
+
+def test_a_failure_before_the_first_step_makes_no_folder_and_replaces_no_record():
+    logger = CSVLogger(".", name="made")
+    with pytest.raises(ValueError, match="no configure_optimizers"):
+        fit(FailsBeforeItTrains("configure_optimizers"), logger=[logger])
+    assert not list(Path("made").iterdir())
+    fit()
+    with pytest.raises(ValueError, match="no validation_step"):
+        fit(FailsBeforeItTrains())
+    assert written()["status"] == "finished"
+    assert not list(Path("run").glob("run-*.json"))
+
+
+def test_a_signal_before_the_first_step_is_recorded():
+    def interrupted(self, batch, batch_idx):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        fit(type("Interrupted", (FailsBeforeItTrains,), {"validation_step": interrupted})("nowhere"))
+    content = written()
+    assert (content["status"], content["reason"], content["step"]) == ("interrupted", "SIGTERM", 0)
+
+
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     """Creates a repository with one commit of ``train.py`` and ``data.txt``."""
