@@ -738,8 +738,18 @@ def bits(result):
     parts = [f"## Which bits repeat, and which depend on the batch, on {result['device']}"]
     for part, (about, head, cells) in BITS.items():
         rows = [cells(row) for row in result["rows"] if row["part"] == part]
+        if part == "batch":
+            rows = merged(merged(rows, head.index("shape")), head.index("dtype"))
         parts += [about, table(head, rows)] if rows else []
     return "\n\n".join(parts)
+
+
+def merged(rows, column):
+    """Returns the rows with those in one that are equal in all other columns: it has each one's cell of ``column``."""
+    cells = {}
+    for row in rows:
+        cells.setdefault((*row[:column], *row[column + 1 :]), []).append(row[column])
+    return [[*others[:column], ", ".join(own), *others[column:]] for others, own in cells.items()]
 
 
 def attention_bits(row):
@@ -790,7 +800,8 @@ ABOUT_ATTENTION = """Attention (causal; batch x heads x length x width), its bac
 output and gradients had the bits of the first run each time; "not in dk 7" means that dk had others in 7 runs. Then the ms of
 backward, and those of the deterministic algorithms divided by those of torch's default."""
 ABOUT_BATCH = """The result for the first of m rows: for which m it has the bits of that row alone, and which other m give each
-other's bits. Groups are separated by a semicolon; between two numbers of a range all that were tried are in it."""
+other's bits. A shape is the inputs and outputs of a product, or the width of a row; 35 numbers from 2 to 8192 were tried, as far as
+memory goes. Groups are separated by a semicolon; between two numbers of a range all that were tried are in it."""
 ABOUT_RMS_NORM = """RMSNorm of bf16 inputs under autocast, ms: torch's with fp32 weights, the same after `fabricamp.nn.fuse`, and
 torch's with bf16 weights. "Gain" is torch's time for both with fp32 weights, divided by that after `fuse`."""
 BITS = {

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import bits, render
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return json.loads((render.HERE / "results" / "bits-h200.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +63,7 @@ def test_the_page_has_a_table_for_each_part(found):
     assert page.startswith("## Which bits repeat, and which depend on the batch, on CPU\n")
     assert "| 2 x 2 x 64 x 32 | bf16 | math | all | all |" in page
     assert "| 2 x 2 x 64 x 32 | bf16 | cudnn | refused | refused |  |  |  |" in page
-    assert "| softmax | 512 | bf16 | every |  |" in page
+    assert "| softmax | 512 | bf16, fp16, fp32 | every |  |" in page
     assert "| rows x width | torch: forward |" in page
     assert "None" not in page
     some = {**found, "rows": of_part(found, "batch")}
@@ -97,3 +106,62 @@ def test_bits_are_compared_not_values():
     assert not bits.same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
     assert bits.same_bits(torch.tensor([math.nan]), torch.tensor([math.nan]))
     assert bits.same_bits(torch.tensor(1.0).bfloat16(), torch.ones((), dtype=torch.bfloat16))
+
+
+def spread(values, digits):
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f} times"
+
+
+def test_pages_have_the_figures_of_the_result(measured):
+    def on_page(name):
+        return re.sub(r"\s+", " ", (DOCS / name).read_text())
+
+    page = on_page("how-to/reproducibility.md")
+    where = f"NVIDIA H200, torch {measured['torch']}, {measured['date']}"
+    assert where in page
+    assert where in on_page("kernels.md")
+    rows = {(row["size"], row["dtype"], row["backend"]): row for row in of_part(measured, "attention")}
+    cost = {
+        name: [row["cost"] for row in rows.values() if row["backend"] == name and "cost" in row]
+        for name in bits.BACKENDS
+    }
+    assert f"{spread(cost['flash'], 2)} as long by flash, and {spread(cost['efficient'], 2)} by the memory" in page
+    over_cudnn = [
+        rows[size, dtype, "flash"]["deterministic_ms"] / row["default_ms"]
+        for (size, dtype, backend), row in rows.items()
+        if backend == "cudnn" and "default_ms" in row
+    ]
+    assert f"flash's deterministic backward takes {spread(over_cudnn, 1)} cuDNN's" in page
+    norms = of_part(measured, "rms_norm")
+    for name, words in {"torch": "as long as after `fabricamp.nn.fuse(model)`", "bf16": "as long"}.items():
+        gain = spread([row[f"{name}_both_ms"] / row["fused_both_ms"] for row in norms], 1)
+        assert f"{gain} {words}" in on_page("how-to/precision.md")
+        assert gain in on_page("kernels.md")
+
+
+def test_pages_say_what_repeats_as_measured(measured):
+    """The sentences of docs/how-to/reproducibility.md, which name no figure."""
+    attention = [row for row in of_part(measured, "attention") if "refused" not in row["default"]]
+    assert all(row["default"][name] == 0 for row in attention for name in ("forward", "dk", "dv"))
+    assert {row["backend"] for row in attention if row["default"]["dq"]} == {"flash", "efficient", "cudnn"}
+    assert {row["backend"] for row in attention if "refused" in row["deterministic"]} == {"cudnn"}
+    assert not any(count for row in attention for count in row["deterministic"].values() if isinstance(count, int))
+    for row in of_part(measured, "batch"):
+        half = row["dtype"] in ("bf16", "fp16")
+        inputs, _, outputs = row["shape"].partition(" to ")
+        depends = len(row["groups"]) > 1
+        if outputs and half:
+            assert not depends or (int(inputs) > 768 and int(outputs) <= 4096)
+        elif outputs:
+            assert row["groups"][0] == [1]
+        elif row["operation"] in ("F.layer_norm", "F.rms_norm", "softmax", "log_softmax"):
+            assert not depends
+        elif row["operation"] in ("sum", "mean"):
+            assert depends == (not half)
+        elif row["operation"].startswith("fabricamp"):
+            assert not depends or row["dtype"] == "fp32" or (row["dtype"], row["shape"]) == ("fp16", "8192")
+
+
+def test_rows_that_differ_in_one_cell_are_one_row():
+    rows = [["a", "1", "x"], ["a", "2", "x"], ["b", "1", "x"], ["a", "1", "y"]]
+    assert render.merged(rows, 1) == [["a", "1, 2", "x"], ["b", "1", "x"], ["a", "1", "y"]]
