@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from fabricamp._utils.files import replace_text
 from fabricamp._utils.masking import hidden
-from fabricamp.arguments.environment import FromEnvironment, exposes, resolved, without_references
+from fabricamp.arguments.annotations import TARGET, fits, misfits
+from fabricamp.arguments.environment import FromEnvironment, exposes, references_alone, resolved, without_references
 from fabricamp.callbacks.base import Callback
 from fabricamp.data import DataModule
 from fabricamp.errors import ConfigError, advice, meant, nearest
@@ -21,7 +24,6 @@ from fabricamp.module import TrainingModule
 from fabricamp.state import TrainerFn
 from fabricamp.trainer import Trainer
 
-TARGET = "_target_"
 SECTIONS = {
     "trainer": "the Trainer's arguments",
     "module": "the TrainingModule: its class as _target_, and its arguments",
@@ -92,7 +94,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Configuration:
 
 
 def check_config(content: Mapping[str, Any]) -> None:
-    """Raises :class:`ConfigError` for a key or class that does not exist or an argument that is missing; builds nothing."""
+    """Raises :class:`ConfigError` for a key or class that does not exist, a missing argument or a wrong type; builds nothing."""
     for key in content:
         if key not in SECTIONS:
             raise ConfigError(f"{key!r} is not a section of a configuration{_section_meant(key)}")
@@ -228,18 +230,26 @@ def _put(content: Any, override: str) -> None:
             )
         raise ConfigError(f"{override!r} is not an override; write key=value without spaces or dashes, as in {example}")
     try:
-        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+        value = _parsed(text)
     except Exception as error:  # noqa: BLE001 - as in a file
         raise ConfigError(
             f"{_cut(override)!r}: the value cannot be read as YAML ({_reason(error)}); "
             "quote the whole override for the shell, as in 'trainer.devices=[0, 1]'"
         ) from None
-    assert isinstance(parsed, dict)
     try:
         _check_way(content, key, override)
-        OmegaConf.update(content, key, parsed["value"], merge=False)
+        OmegaConf.update(content, key, value, merge=False)
     except (OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(f"{_cut(override)!r} cannot be put in: {_reason(error)}") from None
+
+
+def _parsed(text: str) -> Any:
+    """Returns the value that ``text`` is in YAML."""
+    from omegaconf import OmegaConf
+
+    container = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+    assert isinstance(container, dict)
+    return container["value"]
 
 
 def _check_way(content: Any, key: str, override: str) -> None:
@@ -311,7 +321,7 @@ def _children(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _check_arguments(target: Callable[..., Any], arguments: dict[str, Any], where: str) -> None:
-    """Raises :class:`ConfigError` for an argument that ``target`` does not take, or a required one that is missing."""
+    """Raises :class:`ConfigError` for an argument that ``target`` does not take, one that is missing, or a wrong type."""
     try:
         parameters = inspect.signature(target).parameters.values()
     except ValueError:
@@ -331,6 +341,34 @@ def _check_arguments(target: Callable[..., Any], arguments: dict[str, Any], wher
     for key, one in named.items():
         if one.default is one.empty and key not in arguments:
             raise ConfigError(f"{where}.{key} is missing, and {name} needs it; add {where}.{key}=VALUE")
+    if target is not Trainer:  # it checks values itself, and more than their types
+        for key, kind in misfits(target, arguments).items():
+            value = arguments[key]
+            wanted = inspect.formatannotation(kind).replace("collections.abc.", "")
+            raise ConfigError(
+                f"{where}.{key}={_shown(key, value)} is not allowed; {name} takes {wanted}{_cure(value, kind)}"
+            )
+
+
+def _cure(value: Any, kind: Any) -> str:
+    """Returns how to write what ``kind`` takes and ``value`` may mean, or the nearest choice, or ""."""
+    if isinstance(value, float) and value.is_integer() and fits(int(value), kind):
+        return f"; write {int(value)}"
+    if isinstance(value, int | float) and fits(str(value), kind):
+        return f"; put it in quotes, as in '{value}'"
+    if isinstance(value, str):
+        with contextlib.suppress(Exception):  # text that is no YAML
+            if fits(_parsed(value), kind):
+                if isinstance(value, FromEnvironment):
+                    return f"; write ${{oc.decode:{value.reference}}}"
+                return "; write it without quotes"
+    literals = [one for one in (kind, *get_args(kind)) if get_origin(one) is Literal]
+    return nearest(value, (str(choice) for one in literals for choice in get_args(one)))
+
+
+def _shown(key: str, value: Any) -> str:
+    """Returns the repr of a value, for a message: without secrets and what comes from the environment."""
+    return _cut(repr(hidden(references_alone(value), key)))
 
 
 def locate(target: Any, where: str) -> Callable[..., Any]:
@@ -393,30 +431,21 @@ def _build(node: Any, where: str) -> Any:
     target = locate(built.pop(TARGET), TARGET)
     try:
         return target(**built)
-    except (TypeError, ValueError) as error:
-        _explain_building(target, built, where, error)
+    except ConfigError:
+        raise
+    except Exception as error:
+        given = ", ".join(f"{key}={_shown(key, value)}" for key, value in built.items())
+        call = f"{getattr(target, '__name__', target)}({given})"
+        if isinstance(error, TypeError | ValueError):
+            place = _place(error, target)
+            raise ConfigError(f"{where}: {call} raised {type(error).__name__}: {_reason(error)} ({place})") from error
+        error.add_note(f"fabricamp: {where} of the configuration was being built: {call}")
         raise
 
 
-def _explain_building(target: Callable[..., Any], built: Mapping[str, Any], where: str, error: Exception) -> None:
-    """Raises :class:`ConfigError` if a string was given for a number; otherwise adds a note with the call to ``error``."""
-    if isinstance(error, ConfigError):
-        return
-    name = getattr(target, "__name__", str(target))
-    for key, value in built.items():
-        if isinstance(value, str) and (kind := _number_wanted(target, key)):
-            raise ConfigError(f"{where}.{key}={value!r} is text, and {name} takes {kind} ({error})") from error
-    given = ", ".join(f"{key}={value!r}" for key, value in built.items())
-    error.add_note(f"fabricamp: {where} of the configuration was being built: {name}({given})")
-
-
-def _number_wanted(target: Callable[..., Any], key: str) -> str:
-    """Returns the annotation of an argument that takes only numbers, or "" for any other argument."""
-    try:
-        parameter = inspect.signature(target, eval_str=True).parameters.get(key)
-    except (ValueError, NameError, TypeError):
-        return ""
-    kind = None if parameter is None else parameter.annotation
-    kinds = set(get_args(kind) or (kind,))
-    numbers = kinds & {int, float, bool} and kinds <= {int, float, bool, type(None)}
-    return inspect.formatannotation(kind) if numbers else ""
+def _place(error: Exception, target: Callable[..., Any]) -> str:
+    """Returns the file and the line of ``target``'s module in which ``error`` was raised; the innermost, if it was in none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    file = getattr(sys.modules.get(target.__module__), "__file__", None)
+    frame = next((one for one in reversed(frames) if one.filename == file), frames[-1])
+    return f"{Path(frame.filename).name}, line {frame.lineno}"

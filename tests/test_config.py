@@ -31,6 +31,9 @@ variables:
 """
 
 PARTS = """
+from collections.abc import Sequence
+from typing import Literal
+
 from fabricamp import DataModule, TrainingModule
 
 built = []
@@ -47,9 +50,20 @@ class Data(DataModule):
         self.size, self.options = size, options
 
 class Typed(Net):
-    def __init__(self, width: int, rate: "float | None" = None):
+    def __init__(
+        self, width: int, rate: "float | None" = None, act: Literal["relu", "gelu"] | None = None, sizes: Sequence[int] = (),
+        name: str = None, betas: "tuple[float, float]" = (0.9, 0.99), flag: bool = False, hidden: "Elsewhere" = None,
+    ):
         super().__init__(width % 4)
-        self.rate = (rate or 1) * 1.0
+        self.given = (rate, act, sizes, name, betas, flag, hidden)
+
+class Strict(Net):
+    def __init__(self, width, token=""):
+        super().__init__(width % 4)
+
+class Unbuildable(Net):
+    def __init__(self, width):
+        raise KeyError(width)
 
 class Pair:
     def __init__(self, left, right=0):
@@ -190,20 +204,91 @@ def test_a_value_that_the_trainer_refuses(folder):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("module.width=abc", r"module\.width='abc' is text, and Typed takes int \(not all arguments converted"),
-        ("module.rate=fast", r"module\.rate='fast' is text, and Typed takes float \| None \(can't multiply"),
+        ("width=abc", "width='abc' is not allowed; Typed takes int"),
+        ("width=4.5", "width=4.5 is not allowed; Typed takes int"),
+        ("width=1e2", "width=100.0 is not allowed; Typed takes int; write 100"),
+        ("width=null", "width=None is not allowed; Typed takes int"),
+        ("width=[3]", "width=[3] is not allowed; Typed takes int"),
+        ("rate=fast", "rate='fast' is not allowed; Typed takes float | None"),
+        ("rate='1e-3'", "rate='1e-3' is not allowed; Typed takes float | None; write it without quotes"),
+        (
+            "rate=${oc.env:RATE}",
+            "rate='${oc.env:RATE}' is not allowed; Typed takes float | None; write ${oc.decode:${oc.env:RATE}}",
+        ),
+        ("act=rely", "act='rely' is not allowed; Typed takes Optional[Literal['relu', 'gelu']]; did you mean 'relu'?"),
+        ("sizes=3", "sizes=3 is not allowed; Typed takes Sequence[int]"),
+        ("sizes=text", "sizes='text' is not allowed; Typed takes Sequence[int]"),
+        ("sizes=[1, two]", "sizes=[1, 'two'] is not allowed; Typed takes Sequence[int]"),
+        ("name=3", "name=3 is not allowed; Typed takes str; put it in quotes, as in '3'"),
+        ("betas=[0.9]", "betas=[0.9] is not allowed; Typed takes tuple[float, float]"),
+        ("flag=maybe", "flag='maybe' is not allowed; Typed takes bool"),
+        ("flag=2", "flag=2 is not allowed; Typed takes bool"),
     ],
 )
-def test_text_where_a_constructor_needs_a_number(folder, override, message):
-    with pytest.raises(ConfigError, match=f"^{message}"):
-        build_parts(read(folder, "module._target_=parts_of_config.Typed", override))
+@pytest.mark.parametrize("within", ["override", "file"])
+def test_a_wrong_type_is_told_before_anything_is_built(folder, monkeypatch, override, message, within):
+    monkeypatch.setenv("RATE", "0.5")
+    key, _, value = override.partition("=")
+    overrides = ["module.width=8", f"module.{override}"]
+    if within == "file":
+        lines = f"  width: {value}" if key == "width" else f"  width: 8\n  {key}: {value}"
+        (folder / "config.yaml").write_text(BASE.replace("  width: ${variables.width}", lines))
+        overrides = []
+    with pytest.raises(ConfigError) as error:
+        read(folder, "module._target_=parts_of_config.Typed", *overrides)
+    assert str(error.value) == f"module.{message}"
+    assert not getattr(sys.modules.get("parts_of_config"), "built", [])
 
 
-def test_what_a_constructor_raises_says_what_was_being_built(folder):
-    with pytest.raises(TypeError, match="unsupported operand") as error:
-        build_parts(read(folder, "module._target_=parts_of_config.Typed", "module.width=[3]"))
+def test_values_that_a_constructor_can_use_are_no_wrong_types(folder):
+    """An int is a float, 0 and 1 are flags, a list is a tuple, a mapping may become any object, and a default's type is allowed."""
+    pair = "{_target_: parts_of_config.Pair, left: 1}"
+    for override, expected in {
+        "width=true": None,
+        "rate=1": 1,
+        "rate=1e-3": 1e-3,
+        "rate=null": None,
+        "act=gelu": "gelu",
+        "sizes=[]": [],
+        "name=null": None,
+        "betas=[0, 0.5]": [0, 0.5],
+        "flag=1": 1,
+        "hidden=text": "text",
+        f"rate={pair}": pair,
+    }.items():
+        content = read(folder, "module._target_=parts_of_config.Typed", f"module.{override}")
+        given = build_parts(content).module.given
+        assert expected in given or given[0].left == 1
+
+
+def test_a_wrong_type_deep_in_the_file_is_told_too(folder):
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.callbacks\.0\.patience='x' is not allowed; EarlyStopping takes int$"
+    ):
+        read(folder, "trainer.callbacks.0.patience=x")
+
+
+def test_what_a_constructor_raises_is_one_line_with_its_arguments_and_place(folder, monkeypatch):
+    monkeypatch.setenv("RATE", "secret of the environment")
+    override = ["module._target_=parts_of_config.Strict", "module.width=[3]", "module.token=abc"]
+    line = 1 + PARTS.splitlines().index(
+        "        super().__init__(width % 4)", PARTS.splitlines().index("class Strict(Net):")
+    )
+    with pytest.raises(ConfigError) as error:
+        build_parts(read(folder, *override))
+    assert str(error.value) == (
+        "module: Strict(width=[3], token='***') raised TypeError: unsupported operand type(s) for %: 'list' and 'int' "
+        f"(parts_of_config.py, line {line})"
+    )
+    with pytest.raises(ConfigError, match=r"Strict\(width='\$\{oc.env:RATE\}'\) raised TypeError"):
+        build_parts(read(folder, override[0], "module.width=${oc.env:RATE}"))
+
+
+def test_other_errors_of_a_constructor_say_what_was_being_built(folder):
+    with pytest.raises(KeyError) as error:
+        build_parts(read(folder, "module._target_=parts_of_config.Unbuildable"))
     (note,) = error.value.__notes__
-    assert note == "fabricamp: module of the configuration was being built: Typed(width=[3])"
+    assert note == "fabricamp: module of the configuration was being built: Unbuildable(width=8)"
 
 
 @pytest.mark.parametrize(

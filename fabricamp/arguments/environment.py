@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Self
 
 _REFERENCE = "${oc.env:"
@@ -87,11 +87,20 @@ def first_reference(value: object) -> str:
 
 def without_references(value: object) -> Any:
     """Returns ``value`` with each :class:`FromEnvironment` replaced by a plain string."""
+    return _replaced(value, str.__str__)
+
+
+def references_alone(value: object) -> Any:
+    """Returns ``value`` with each :class:`FromEnvironment` replaced by its reference."""
+    return _replaced(value, lambda text: text.reference)
+
+
+def _replaced(value: object, replace: Callable[[FromEnvironment], str]) -> Any:
     if isinstance(value, dict):
-        return {key: without_references(item) for key, item in value.items()}
+        return {key: _replaced(item, replace) for key, item in value.items()}
     if isinstance(value, list):
-        return [without_references(item) for item in value]
-    return str.__str__(value) if isinstance(value, FromEnvironment) else value
+        return [_replaced(item, replace) for item in value]
+    return replace(value) if isinstance(value, FromEnvironment) else value
 
 
 @contextlib.contextmanager
