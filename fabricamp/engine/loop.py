@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from fabricamp._utils.types import Batch, Loader, Step
     from fabricamp.data import Feed
+    from fabricamp.engine.monitors import MonitorLook
     from fabricamp.engine.optimizer_setup import SchedulerConfig
     from fabricamp.engine.resume import ResumePoint
     from fabricamp.engine.time_spent import TimeSpent
@@ -78,6 +79,8 @@ class FitParts:
     time_spent: TimeSpent
     say: Callable[[str], None] | None
     """Logs a line; None where the run is silent."""
+    monitors: MonitorLook | None
+    """Looks whether the monitored names are logged; None on ranks that say nothing."""
     renew: Callable[[FitParts], None]
     """Called before each epoch: replaces the loaders if the epoch reloads them."""
 
@@ -103,7 +106,10 @@ class TrainingLoop:
         self._agenda.add(self._flush)
         if self._settings.max_time is not None:
             self._agenda.add(self._deadline)
-        self._agenda.add(self._validation, self._stop, self._interruption)
+        self._agenda.add(self._validation)
+        if parts.monitors is not None:
+            self._agenda.add(parts.monitors)
+        self._agenda.add(self._stop, self._interruption)
         if parts.say is not None:
             self._agenda.add(SlowData(parts, parts.say))
         self._agenda.begin(parts.state, update.batches_to)

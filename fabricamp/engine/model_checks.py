@@ -176,16 +176,36 @@ def _own_methods(classes: Sequence[type], base: type) -> list[str]:
     ]
 
 
+def strings_in(owner: object, base: type, *, without: Collection[str] = ()) -> set[str]:
+    """Returns the strings in the code of ``owner``'s own methods, other than those called in ``without``.
+
+    Of a class of fabricamp's between ``owner``'s and ``base`` there are none.
+    """
+    kinds = [kind for kind in _own_classes(owner, base) if not kind.__module__.startswith("fabricamp.")]
+    members = [value for kind in kinds for name, value in vars(kind).items() if name not in without]
+    found: set[str] = set()
+    for code in _codes(members):
+        for constant in code.co_consts:
+            several = constant if isinstance(constant, tuple) else (constant,)
+            found.update(one for one in several if isinstance(one, str))
+    return found
+
+
 def _names_used(classes: Sequence[type]) -> Iterator[str]:
     """Yields the attributes and strings that methods of ``classes`` name: a method that is among them has a caller."""
-    members = [value for kind in classes for value in vars(kind).values()]
+    for code in _codes([value for kind in classes for value in vars(kind).values()]):
+        yield from code.co_names
+        yield from (constant for constant in code.co_consts if isinstance(constant, str))
+
+
+def _codes(members: list[Any]) -> Iterator[CodeType]:
+    """Yields the code of methods and properties, and that of functions within them."""
     for wrapper in ("__func__", "fget", "fset", "__wrapped__"):
-        members += [getattr(value, wrapper, None) for value in members]
+        members = members + [getattr(value, wrapper, None) for value in members]
     codes = [value.__code__ for value in members if isinstance(value, FunctionType)]
     while codes:
         code = codes.pop()
-        yield from code.co_names
-        yield from (constant for constant in code.co_consts if isinstance(constant, str))
+        yield code
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 

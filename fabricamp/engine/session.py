@@ -34,6 +34,7 @@ from fabricamp.engine.logger_setup import join_loggers, kept_of, log_hyperparams
 from fabricamp.engine.loop import FitParts, TrainingLoop
 from fabricamp.engine.manual_update import ClosureUpdate, ManualUpdate
 from fabricamp.engine.model_checks import warn_of_oversights
+from fabricamp.engine.monitors import MonitorLook
 from fabricamp.engine.optimizer_setup import (
     ManagedOptimizer,
     SchedulerConfig,
@@ -123,6 +124,7 @@ class Session:
         self.run_context = DETACHED  # until attach
         self.step: Step = module.training_step  # in fit: as wrapped by the strategy
         self.validation_follows: Callable[[], bool] = bool  # in fit: TrainingLoop.validation_follows
+        self._sanity_names: set[str] | None = None  # what the sanity check has logged
         self._validation: tuple[EvaluationLoop, list[Feed]] | None = None  # of the validation within fit
         self._synchronised_norms: list[nn.Module] = []
         self._channels_last: list[nn.Parameter] = []
@@ -341,6 +343,9 @@ class Session:
         evaluate = bool(self.data.evaluation_loaders("val")) and overrides(
             self.module, "validation_step", TrainingModule
         )
+        monitors = None
+        if self.trainer.is_global_zero and not self.run_summary.is_trial:
+            monitors = MonitorLook(self, validates=evaluate, of_validation=self._sanity_names)
         return FitParts(
             module=self.module,
             state=self.trainer.state,
@@ -364,6 +369,7 @@ class Session:
             meet_at_end_of_data=self.watchdog.meet_at_end_of_data,
             time_spent=self.time_spent,
             say=self.run_summary.say if self.run_summary.speaks_of_time else None,
+            monitors=monitors,
             renew=self._renew,
         )
 
@@ -470,6 +476,7 @@ class Session:
             for loader in self.data.evaluation_loaders("val"):
                 release_workers(loader)  # the first validation starts its own workers, with the RNG draws of that
             call_all(self.hooks("on_sanity_check_end"))
+            self._sanity_names = self.metrics.known_names()
             self.metrics.forget()
         state.stage = RunningStage.TRAINING
 

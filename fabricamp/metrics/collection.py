@@ -235,6 +235,12 @@ class Metrics(Recording):
         """Returns the values for monitors: those reduced over all ranks, on the host, and user entries of ``callback_metrics``."""
         return {**self._callback_view.user_entries, **filled(self.reduced, self._dtypes, torch.device("cpu"))}
 
+    def known_names(self) -> set[str]:
+        """Returns the names of :meth:`monitored`, and of what training has logged that is not read yet; reads no value."""
+        logged = [cell.published for cell in self.table(MetricTable.TRAINING).cells.values()]
+        names = {name for one in logged for name in (one.key, one.plain_key)}
+        return names.union(self.reduced, self._callback_view.user_entries)
+
     @property
     def _device(self) -> torch.device:
         return torch.device("cpu") if self._over else self._strategy.device
