@@ -437,10 +437,21 @@ def _build(node: Any, where: str) -> Any:
         given = ", ".join(f"{key}={_shown(key, value)}" for key, value in built.items())
         call = f"{getattr(target, '__name__', target)}({given})"
         if isinstance(error, TypeError | ValueError):
+            _explain_unknown(error, target, built, where)
             place = _place(error, target)
             raise ConfigError(f"{where}: {call} raised {type(error).__name__}: {_reason(error)} ({place})") from error
         error.add_note(f"fabricamp: {where} of the configuration was being built: {call}")
         raise
+
+
+def _explain_unknown(error: Exception, target: Callable[..., Any], built: Mapping[str, Any], where: str) -> None:
+    """Raises :class:`ConfigError` with the nearest name for a key that ``target`` took as one of any, and a parent refused."""
+    parents = target.__mro__ if isinstance(target, type) else ()
+    inits = filter(inspect.isfunction, (vars(parent).get("__init__") for parent in parents))
+    known = {name: None for init in inits for name in list(inspect.signature(init).parameters)[1:]}
+    for key in built:
+        if f"unexpected keyword argument {key!r}" in str(error) and (hint := nearest(key, known)):
+            raise ConfigError(f"{where}.{key} is not known{hint}") from error
 
 
 def _place(error: Exception, target: Callable[..., Any]) -> str:

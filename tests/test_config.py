@@ -61,6 +61,10 @@ class Strict(Net):
     def __init__(self, width, token=""):
         super().__init__(width % 4)
 
+class Passing(Strict):
+    def __init__(self, **options):
+        super().__init__(**options)
+
 class Unbuildable(Net):
     def __init__(self, width):
         raise KeyError(width)
@@ -282,6 +286,17 @@ def test_what_a_constructor_raises_is_one_line_with_its_arguments_and_place(fold
     )
     with pytest.raises(ConfigError, match=r"Strict\(width='\$\{oc.env:RATE\}'\) raised TypeError"):
         build_parts(read(folder, override[0], "module.width=${oc.env:RATE}"))
+
+
+def test_a_misspelt_key_that_a_constructor_passes_on_has_the_nearest_name(folder):
+    """tests/test_keywords.py has the same for fabricamp's own classes."""
+    override = ["module._target_=parts_of_config.Passing", "module.tokn=abc"]
+    with pytest.raises(ConfigError, match=r"^module\.tokn is not known; did you mean 'token'\?$"):
+        build_parts(read(folder, *override))
+    with pytest.raises(
+        ConfigError, match=r"^module: Passing\(width=8, unlike=1\) raised TypeError: .*'unlike' \(parts"
+    ):
+        build_parts(read(folder, override[0], "module.unlike=1"))
 
 
 def test_other_errors_of_a_constructor_say_what_was_being_built(folder):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -105,10 +105,22 @@ def _by_name(value: str | int) -> Precision:
             "OptLevel('O2', loss_scale=128.0)"
         )
     name = str(value)
+    if isinstance(value, int) and name not in PRECISIONS.names():
+        _refuse_number(value)
     known = {_spelt(one): one for one in PRECISIONS.names()}.get(_spelt(name), name)
     if known != name:
         raise ConfigError(f"precision={name!r} is not known{nearest(known, PRECISIONS.names())}")
     return PRECISIONS.build(name)
+
+
+def _refuse_number(value: int) -> NoReturn:
+    """Raises ConfigError with the numbers that are names, and the nearest if it is within a quarter of its bits."""
+    names = [one for one in PRECISIONS.names() if not one.isdecimal()]
+    numbers = sorted(int(one) for one in PRECISIONS.names() if one.isdecimal())
+    nearby = min(numbers, key=lambda one: abs(one - value))
+    hint = f"; did you mean {nearby}?" if abs(nearby - value) <= nearby / 4 else ""
+    known = f"numbers: {', '.join(map(str, numbers))}; names: {', '.join(map(repr, names))}"
+    raise ConfigError(f"precision={value!r} is not known{hint} ({known}; or pass an object with options)")
 
 
 def _spelt(name: str) -> str:
