@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,6 @@ RUNS = {
     "test": "run the test loop once",
     "predict": "run predict_step over the data and save its outputs as predictions.pt beside the logs",
 }
-COMMANDS = (*RUNS, "bench", "plot", "runs", "verify", "export", "doctor", "help")
 
 OVERVIEW = """\
 A PyTorch trainer.  A run is described by a YAML file:
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        _check_command(arguments[0])
+        _check_words(parser, *arguments)
         # Unknown options are passed as overrides: the error of an override says how to write one.
         options, unknown = parser.parse_known_args(arguments)
         if options.command in RUNS:
@@ -123,9 +123,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-def _check_command(word: str) -> None:
-    if word not in COMMANDS and not word.startswith("-"):
-        raise ConfigError(f"{word!r} is not a command{nearest(word, COMMANDS)} (known: {', '.join(COMMANDS)})")
+def _check_words(parser: argparse.ArgumentParser, command: str, *words: str) -> None:
+    """Raises :class:`ConfigError` for an unknown command, or an option that is nearly one of its own; argparse tells of others."""
+    (commands,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
+    if command.startswith("-"):
+        _check_option("fabricamp", command, parser)
+        return
+    if command not in commands.choices:
+        raise ConfigError(
+            f"{command!r} is not a command{nearest(command, commands.choices)} (known: {', '.join(commands.choices)})"
+        )
+    chosen = commands.choices[command]
+    for before, word in pairwise(("", *words)):
+        is_script = command == "verify" and not word.startswith("-") and before not in chosen._option_string_actions
+        if word == "--" or is_script:  # what follows a script are its own options
+            return
+        _check_option(command, word, chosen)
+
+
+def _check_option(where: str, word: str, parser: argparse.ArgumentParser) -> None:
+    known = parser._option_string_actions
+    name = word.partition("=")[0]
+    if name.startswith("-") and name not in known and (hint := nearest(name, known)):
+        raise ConfigError(f"{where} has no option {name!r}{hint}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -260,9 +280,6 @@ def _add_plot(commands: Any) -> None:
 def _measure(options: argparse.Namespace, unknown: list[str]) -> int:
     from fabricamp.commands.bench import bench
 
-    for word in unknown:
-        if meant := nearest(word.partition("=")[0], ("--steps", "--out")):
-            raise ConfigError(f"bench has no option {word!r}{meant}")
     for line in bench(options.config, [*options.overrides, *unknown], steps=options.steps, out=options.out):
         print(line)
     return 0

@@ -208,6 +208,14 @@ def test_what_json_cannot_hold_is_named(capfd):
         (["fit", "config.yaml", "trainer.strategy=dpp"], "did you mean 'ddp'?"),
         (["fit", "config.yaml", "module.fail=config"], "this cannot work; change that"),
         (["fit", "--config", "config.yaml"], "without --config, before the overrides"),
+        (["--verson"], "fabricamp has no option '--verson'; did you mean '--version'?"),
+        (["plot", "--metrics", "loss", "run"], "plot has no option '--metrics'; did you mean '--metric'?"),
+        (["plot", "run", "--smoth=0.3"], "plot has no option '--smoth'; did you mean '--smooth'?"),
+        (["runs", "--hlp"], "runs has no option '--hlp'; did you mean '--help'?"),
+        (["verify", "--batchs", "3", "train.py"], "verify has no option '--batchs'; did you mean '--batches'?"),
+        (["export", "last.ckpt", "--too", "a.pt"], "export has no option '--too'; did you mean '--to'?"),
+        (["doctor", "--mesure"], "doctor has no option '--mesure'; did you mean '--measure'?"),
+        (["predict", "config.yaml", "--jsn"], "predict has no option '--jsn'; did you mean '--json'?"),
         (["bench", "config.yaml", "--step", "3"], "bench has no option '--step'; did you mean '--steps'?"),
         (["bench", "config.yaml", "--steps", "0"], "--steps 0 is not allowed"),
         (["bench", "config.yaml", "--out", "step.txt"], "give a file that ends in .png"),
@@ -313,11 +321,18 @@ def test_help_and_version_end_well(words, capfd):
     assert "fabricamp" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["fit"], ["doctor", "--mesure"]])
+@pytest.mark.parametrize("words", [["fit"], ["doctor", "--unlike"], ["plot"], ["verify", "--batches", "x", "y"]])
 def test_usage_errors_have_code_2(words, capfd):
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
+
+
+def test_options_of_a_script_are_its_own(tmp_path, capfd):
+    (tmp_path / "train.py").write_text("raise SystemExit(7)")
+    for options in ([], ["--batches", "3"]):
+        main(["verify", *options, str(tmp_path / "train.py"), "--batchs=2"])
+        assert "has no option" not in capfd.readouterr().err
 
 
 def test_a_bug_has_its_traceback_and_code_1():
