@@ -23,8 +23,9 @@ import torch
 from fabricamp.errors import ConfigError
 from fabricamp.launch.agent import END_SIGNALS, run_agent
 from fabricamp.launch.failures import as_error, find_cause, report_uncaught
-from fabricamp.launch.start import check_fork, end_with_starter, note_run, rerun_command
-from fabricamp.messages import LOGGER, level
+from fabricamp.launch.start import check_fork, end_with_starter, in_notebook, note_run, rerun_command
+from fabricamp.launch.whole_lines import WholeLines
+from fabricamp.messages import LOGGER, is_terminal, level
 from fabricamp.rng import capture_rng, restore_rng
 
 _FORK_SECONDS = 60
@@ -152,6 +153,8 @@ def _work(folder: Path, job: _Job | None) -> None:
 
             # A notebook drops rich output of a forked kernel, but shows printed text.
             rich.reconfigure(force_jupyter=False)
+        if in_notebook() and not is_terminal(sys.stdout):
+            sys.stdout, sys.stderr = WholeLines(sys.stdout), WholeLines(sys.stderr)
         # No rank starts before all are forked: a rank forked while a starter thread serves an earlier rank would inherit that
         # thread's locks, locked forever.
         job.all_here.wait(_FORK_SECONDS)

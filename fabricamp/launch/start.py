@@ -54,7 +54,7 @@ def choose_start_method(requested: str | None = None) -> StartMethod:
     """
     in_script_worker = os.environ.get(STARTED_BY) == "script"
     if requested is None or requested == "auto":
-        if _in_notebook() or _under_pytest():
+        if in_notebook() or _under_pytest():
             return "fork"
         if not script_can_rerun():
             return "spawn"
@@ -102,7 +102,7 @@ def in_call() -> bool:
 
 def interactive() -> bool:
     """Returns whether a prompt, a test or a caller waits for this process's result; such a process should not exit."""
-    return in_call() or hasattr(sys, "ps1") or bool(sys.flags.interactive) or _in_notebook() or _under_pytest()
+    return in_call() or hasattr(sys, "ps1") or bool(sys.flags.interactive) or in_notebook() or _under_pytest()
 
 
 def rerun_command() -> tuple[list[str], Path]:
@@ -110,7 +110,7 @@ def rerun_command() -> tuple[list[str], Path]:
     return [sys.executable, *sys.orig_argv[1:]], _STARTED_IN
 
 
-def _in_notebook() -> bool:
+def in_notebook() -> bool:
     """Returns whether an IPython kernel or shell runs this; imports nothing to find out."""
     package = sys.modules.get("IPython")
     return package is not None and package.get_ipython() is not None

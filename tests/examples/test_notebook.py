@@ -38,6 +38,40 @@ def test_the_notebook_runs_and_shows_a_line_an_epoch(notebook, tmp_path):
     assert "image/png" in shown[-1]
 
 
+RANKS = """
+import torch
+from fabricamp import Trainer, TrainingModule
+
+class Line(TrainingModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def on_train_start(self):
+        if self.global_rank == 0:
+            print("printed by", "the module", end="")
+
+loader = torch.utils.data.DataLoader(torch.rand(32, 1), batch_size=8)
+Trainer(max_epochs=2, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False).fit(Line(), loader)
+"""
+
+
+def test_lines_of_two_processes_are_whole_outputs(notebook, tmp_path):
+    """A kernel shows each write of a forked process as an output of its own: a line and its end would be two."""
+    nbclient = pytest.importorskip("nbclient", reason="needs the package nbclient")
+    pytest.importorskip("ipykernel", reason="needs the package ipykernel")
+    notebook.cells = [type(notebook.cells[0])(cell_type="code", metadata={}, source=RANKS, outputs=[])]
+    nbclient.NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output.text for output in notebook.cells[0].outputs]
+    assert any(text.startswith("epoch 2/2  step 4") for text in outputs)
+    assert [text for text in outputs if text.endswith("\n")] == [text for text in outputs if "printed by" not in text]
+    assert "\n" not in outputs
+    assert "printed by the module" in "".join(outputs)
+
+
 def test_the_notebook_is_kept_without_outputs(notebook):
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.outputs for cell in code] == [[] for _ in code]
