@@ -139,7 +139,7 @@ installed: $(STAMP) ## tests of the wheel; builds both distributions, installs t
 matrix: $(STAMP) ## the same at every Python and at the oldest and newest torch, with and without CuPy: benchmarks/results/matrix.md
 	@$(BIN)/python tools/matrix.py $(CELLS)
 
-docs: $(STAMP) ## writes docs/reference.md from the docstrings, commands.md, questions.md, and performance.md and pictures from benchmarks/results
+docs: $(STAMP) ## writes docs/reference.md from the docstrings, commands.md, questions.md, and performance.md, measurements.md and pictures from benchmarks/results
 	$(BIN)/python docs/render_reference.py
 	$(BIN)/python docs/render_commands.py
 	$(BIN)/python docs/render_questions.py

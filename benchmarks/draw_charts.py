@@ -131,7 +131,7 @@ def charts():
 
 
 HEAD = """`python benchmarks/draw_charts.py` draws these from the committed results. Blue is fabricamp; shorter is better.
-All tables, what was missed, and how it was measured: [performance.md](performance.md)."""
+All tables, and how it was measured: [measurements.md](measurements.md); what was missed: [performance.md](performance.md)."""
 RESULTS = [
     "overhead-16cores",
     "fastest-h200",

@@ -1,5 +1,6 @@
-"""Renders benchmarks/results/*.json and notes.md as docs/performance.md: ``python benchmarks/render.py``.
+"""Renders benchmarks/results/*.json and notes.md as docs/performance.md and docs/measurements.md: ``python benchmarks/render.py``.
 
+The first has what a reader decides by: a row for each gain, the fastest steps, and what falls short.  The second has all tables.
 Results of code that was replaced since are in benchmarks/results/earlier, and become benchmarks/results/earlier.md.
 """
 
@@ -22,9 +23,13 @@ one run, on the machine and the day in its last column. Compare their ratio: the
 ABOUT = """- **Where it gains little or nothing**, and the targets that were missed: [the last section](#what-falls-short-and-why).
 - The same as pictures: [charts.md](charts.md). How to make your own step faster: [speed.md](how-to/speed.md). `fabricamp bench`
   measures it.
-- A script in `benchmarks/` measured every figure; its result is in `benchmarks/results/`, and `make docs` writes this page from
-  these files. Results of code that was replaced since, and revisions beside each other:
-  [earlier.md](../benchmarks/results/earlier.md)."""
+- All tables, each with its command, machine and day: [measurements.md](measurements.md). A script in `benchmarks/` measured every
+  figure, and its result is in `benchmarks/results/`."""
+MEASUREMENTS = """# Measurements
+
+All tables behind [performance.md](performance.md). A script in `benchmarks/` measured each; the line below a table has its command,
+machine and day. `make docs` writes both pages from `benchmarks/results/`. Results of code that was replaced since, and revisions
+beside each other: [earlier.md](../benchmarks/results/earlier.md)."""
 EARLIER = """# Earlier code
 
 Results of code that was replaced since, and of revisions beside each other: they are kept as measured. What holds today:
@@ -899,14 +904,17 @@ def main():
         # Results of earlier versions have no losses.
         if name.startswith("fastest-") and any(row.get("losses") for row in result["rows"]):
             parts.append(by_fabricamp(against_goals(result)))
-    write(HERE.parent / "docs" / "performance.md", [*parts, *sections(results)], HERE / "results" / "notes.md")
+    docs = HERE.parent / "docs"
+    write(docs / "performance.md", [*parts, (HERE / "results" / "notes.md").read_text()])
+    write(docs / "measurements.md", [MEASUREMENTS, *sections(results)])
     earlier = HERE / "results" / "earlier"
     if earlier.exists():
-        write(HERE / "results" / "earlier.md", [EARLIER, *sections(results_in(earlier))], earlier / "notes.md")
+        notes = (earlier / "notes.md").read_text()
+        write(HERE / "results" / "earlier.md", [EARLIER, *sections(results_in(earlier)), notes])
 
 
-def write(page, parts, notes):
-    page.write_text("\n\n".join([*parts, notes.read_text()]).rstrip() + "\n")
+def write(page, parts):
+    page.write_text("\n\n".join(parts).rstrip() + "\n")
 
 
 if __name__ == "__main__":
