@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import sys
+import textwrap
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -193,7 +194,9 @@ def _add_command(
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=about,
-        description=f"{about[0].upper()}{about[1:]}.",
+        description=textwrap.fill(
+            f"{about[0].upper()}{about[1:]}.", 88
+        ),  # the formatter with an epilog leaves it as it is
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter if epilog else argparse.HelpFormatter,
         allow_abbrev=False,
@@ -287,14 +290,20 @@ def _measure(options: argparse.Namespace, unknown: list[str]) -> int:
 
 def _add_runs(commands: Any) -> None:
     about = "list the runs below a folder: when they began, steps, best values, and how they ended"
-    runs = _add_command(commands, "runs", about)
+    epilog = (
+        "In a pipe or a file: a line with the heads, then one for each run, with tabs between\n"
+        "whole values, as in\n"
+        "  fabricamp runs | cut -f 1,4"
+    )
+    runs = _add_command(commands, "runs", about, epilog)
     runs.add_argument("folder", nargs="?", default=".", metavar="FOLDER", help="the current one by default")
 
 
 def _list_runs(options: argparse.Namespace) -> int:
     from fabricamp.runs.listing import show
 
-    show(options.folder)
+    with _reader_may_leave():
+        show(options.folder)
     return 0
 
 
@@ -321,7 +330,12 @@ def _add_export(commands: Any) -> None:
         "write the weights of a checkpoint (.pt, .safetensors), the module with them (.pt2, .onnx), "
         "or all of it as one file (.ckpt) or a folder (name/)"
     )
-    export = _add_command(commands, "export", about)
+    epilog = (
+        "The batch size of a .pt2 or .onnx varies where the example has 2 rows or more: --input\n"
+        "2,3,224,224, or the module's example_input_array. From an example of batch size 1 the\n"
+        "file takes batches of 1 alone."
+    )
+    export = _add_command(commands, "export", about, epilog)
     export.add_argument("checkpoint", help="a Trainer's file or folder, of any opt level")
     export.add_argument("--to", required=True, metavar="FILE", help="how it ends decides the format")
     export.add_argument("--dtype", metavar="NAME", help="fp32, fp16, bf16 or fp64; by default what was trained")
@@ -331,7 +345,7 @@ def _add_export(commands: Any) -> None:
         action="append",
         default=[],
         metavar="2,3,224,224",
-        help="the shape of an input; one for each of forward's",
+        help="the shape of an input, one for each of forward's; by default that of example_input_array",
     )
 
 

@@ -354,6 +354,18 @@ def test_the_console_script_is_the_same_command():
     assert list(Path.cwd().rglob("version_0/config.yaml"))
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("export", "varies where the example has 2 rows or more"), ("runs", "In a pipe or a file: a line with the heads")],
+)
+def test_help_says_what_a_user_would_try_out(command, words, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    out = capsys.readouterr().out
+    assert words in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 100
+
+
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict", "bench"])
 def test_a_command_shows_its_own_examples(command, capsys):
     with pytest.raises(SystemExit):

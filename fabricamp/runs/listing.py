@@ -99,7 +99,7 @@ def evaluations(folder: Path) -> Iterator[Summary]:
 
 
 def show(folder: str | Path) -> None:
-    """Prints the table of the runs below ``folder``; raises :class:`ConfigError` if there are none."""
+    """Prints the runs below ``folder``, as a table or, for a pipe, with tabs; raises :class:`ConfigError` if there are none."""
     root = Path(folder).expanduser()
     runs = _listed(find_runs(root)) if root.is_dir() else []
     if not runs:
@@ -107,11 +107,12 @@ def show(folder: str | Path) -> None:
             f"{str(folder)!r} {'holds no run' if root.is_dir() else 'is not a folder'}; give the folder of runs"
         )
     rows = [_row(run, root) for run in runs]
-    # A reader of a pipe takes whole lines: nothing is wrapped or left out there.
-    width = Console().width if is_terminal(sys.stdout) or "COLUMNS" in os.environ else None
-    if width is None:
-        rows = [row | {"best": row["best"].replace("\n", ", ")} for row in rows]
-    heads = _HEADS if width is None else _fitting(rows, width)
+    # COLUMNS asks for the table in a pipe too.
+    if not is_terminal(sys.stdout) and "COLUMNS" not in os.environ:
+        _print_plain(rows)
+        return
+    width = Console().width
+    heads = _fitting(rows, width)
     table = Table(show_edge=False, pad_edge=False)
     for head in heads:
         is_last = head == _HEADS[-1]
@@ -127,11 +128,17 @@ def show(folder: str | Path) -> None:
     least = sum(_width(_column(rows, head)) + _BETWEEN for head in heads[:-1])
     last = _column(rows, _HEADS[-1])
     # The terminal wraps a name that is wider than itself: a part of it would be of no use.
-    table_width = least + _width(last) if width is None else max(width, least + _least(last))
-    console = Console(width=table_width, highlight=False)
+    console = Console(width=max(width, least + _least(last)), highlight=False)
     console.print(table)
     if left_out := [head for head in _HEADS if head not in heads]:
         console.print(f"in {width} columns without: {', '.join(left_out)}", style="dim")
+
+
+def _print_plain(rows: Sequence[dict[str, str]]) -> None:
+    """Prints a line with the heads and one for each run, with tabs between whole values, for programs such as ``cut``."""
+    print(*_HEADS, sep="\t")
+    for row in rows:
+        print(*(row[head].strip().replace("\n", ", ") for head in _HEADS), sep="\t")
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -152,9 +154,26 @@ def test_a_pipe_gets_a_line_for_each_run(capsys, monkeypatch):
     content = {"status": "failed", "reason": reason, "step": 4, "best": {"val_loss": 0.5, "f1": 0.25}}
     (folder / "run.json").write_text(json.dumps(content))
     assert main(["runs", "."]) == 0
-    (row,) = (line for line in capsys.readouterr().out.splitlines() if "version_0" in line)
-    assert row.rstrip().endswith(f"failed: {reason}".rstrip())
-    assert "val_loss 0.5, f1 0.25" in row
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split("\t") == ["run", "started", "steps", "best", "how it ended"]
+    name, _, steps, best, ended = row.split("\t")
+    assert (name, steps, best) == (str(folder), "4", "val_loss 0.5, f1 0.25")
+    assert ended == f"failed: {reason}".rstrip()
+
+
+def test_programs_read_the_list_in_a_pipe():
+    folder = Path("logs/version_0")
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"status": "finished", "reason": "max_steps=4 reached", "step": 4}))
+    (folder / "run_test.json").write_text(json.dumps({"status": "finished", "ckpt_path": "a/b.ckpt"}))
+    shell = f"{sys.executable} -m fabricamp runs logs | cut -f 1,3,5"
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    listed = subprocess.run(shell, shell=True, env=environment, capture_output=True, text=True, check=True).stdout
+    assert listed.splitlines() == [
+        "run\tsteps\thow it ended",
+        "version_0\t4\tmax_steps=4 reached",
+        "version_0\t\ttest of b.ckpt",
+    ]
 
 
 def test_evaluations_stand_below_the_run_whose_checkpoint_they_loaded(capsys, monkeypatch):
@@ -252,7 +271,7 @@ def test_control_characters_are_shown_and_not_sent(capsys):
     assert main(["plot", str(folder), "--metric", "other"]) == 2
     captured = capsys.readouterr()
     for text in (captured.out, captured.err):
-        assert [one for one in text if not one.isprintable() and one != "\n"] == []
+        assert [one for one in text if not one.isprintable() and one not in "\n\t"] == []
     for shown in (r"a\x1b[2Jb\nc", r"\x1b[31mred: bell\x07", r"2026\x9b1m", r"lo\rss 1", r"\x1b[31mloss  last 2"):
         assert shown in captured.out
     assert r"(logged: \x1b[31mloss)" in captured.err
