@@ -28,6 +28,8 @@ from fabricamp.lightning.given import hand_back
 from fabricamp.lightning.lending import detach
 from fabricamp.module import TrainingModule
 from fabricamp.ops.peer_memory import check_peers
+from fabricamp.ops.shards import is_shard, local
+from fabricamp.precision.step_results import LossWatch
 from fabricamp.state import REQUEUES
 from fabricamp.watchdog import exit_code, hand_on, ignore_at_exit
 
@@ -46,6 +48,8 @@ _FETCHES = str(Path("torch", "multiprocessing", "reductions.py"))
 """The file of torch that fetches the tensors of a batch from a worker."""
 _CONVERTED = ("O2", "O3", "O5")
 """The opt levels at which parameters are half precision."""
+_REDUCED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""The dtypes of weights that torch takes the norm of."""
 _TRUE_NAMES = {torch.float64: "64-true", torch.float16: "16-true", torch.bfloat16: "bf16-true"}
 
 
@@ -150,9 +154,40 @@ def end_fit(trainer: Trainer, session: Session, loop: TrainingLoop) -> None:
         trainer.precision_plugin.verdicts.drain()
     check_peers()
     call_all(session.hooks("on_fit_end"))
+    if trainer.is_global_zero and not explanation:
+        _tell_of_lost_weights(session)
     # A signal during these hooks, or non-finite gradients, are logged by a separate line.
     if not agreement.came_late() and not state.stop_request.explanation:
         session.run_summary.end()
+
+
+@torch.no_grad()
+def _tell_of_lost_weights(session: Session) -> None:
+    """Warns of weights that are nan at the end of a fit whose loss was not told to be: it need not be logged."""
+    watch = session.metrics.watch
+    if isinstance(watch, LossWatch) and watch.told:
+        return
+    trained = {
+        name: part
+        for name, one in session.module.named_parameters()
+        if one.requires_grad and (type(one) is nn.Parameter or is_shard(one))
+        if (part := local(one.detach())).numel() and part.dtype in _REDUCED
+    }
+    if not trained:
+        return
+    norms = torch.stack(
+        [norm.to(session.strategy.device, torch.float32) for norm in torch._foreach_norm([*trained.values()])]
+    )
+    lost = [name for name, is_nan in zip(trained, norms.isnan().tolist(), strict=True) if is_nan]
+    if lost:
+        _LOG.warning(
+            "%d of %d trained parameters are nan at the end (the first is %s), and so was the loss of a step or a gradient; "
+            "Trainer(nan_policy='stop') or 'raise' ends a run at the first gradient that is not finite, keeps the weights from "
+            "before and names the parameter",
+            len(lost),
+            len(trained),
+            lost[0],
+        )
 
 
 def _last_checkpoint(trainer: Trainer) -> str:

@@ -236,6 +236,11 @@ class LossWatch:
         self._checked = checked
         self._warned: set[str] = set()
 
+    @property
+    def told(self) -> bool:
+        """Whether a loss that is not finite was told."""
+        return bool(self._warned)
+
     def __call__(self, name: str, value: float, step: int, training: bool) -> None:
         """Checks a value of ``training``, or of a validation, that was read when ``step`` steps were done."""
         if math.isfinite(value) or "loss" not in name.lower() or name in self._warned:

@@ -17,6 +17,7 @@ from fabricamp.optimizers import FusedAdam
 from fabricamp.state import NON_FINITE
 from fabricamp.tuner import Tuner
 from tests.distributed.forked import start_forked
+from tests.distributed.ranks import run_ranks
 from tests.distributed.scripts import finish
 from tests.small import Classifier, loader, quiet_trainer
 
@@ -434,6 +435,83 @@ def test_where_gradients_are_checked_the_loss_of_a_validation_is_told_alone(opti
     assert told[0].startswith(
         "val/loss is nan at step 4, and training continues: steps with such gradients are skipped"
     )
+
+
+class LostUnlogged(Classifier):
+    """Returns a loss that is nan, and logs nothing, or a name that says nothing of a loss."""
+
+    logs = False
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).sum() * torch.nan
+        if self.logs:
+            self.log("cross_entropy", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        """Logs nothing."""
+
+
+class LostByHand(LostUnlogged):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        (LostUnlogged, {}),
+        (LostUnlogged, {"accumulate_grad_batches": 2}),
+        (LostUnlogged, {"precision": "O5"}),
+        (LostUnlogged, {"fast_dev_run": True}),
+        (LostByHand, {}),
+        (LostByHand, {"precision": "O5"}),
+        (type("LostLogged", (LostUnlogged,), {"logs": True}), {}),
+    ],
+)
+def test_a_loss_that_is_lost_and_not_logged_is_told_at_the_end(module, options, caplog):
+    with caplog.at_level(logging.WARNING, "fabricamp"):
+        quiet_trainer(max_epochs=1, **options).fit(module(), loader(16))
+    (told,) = caplog.messages
+    assert told.startswith("4 of 4 trained parameters are nan at the end (the first is net.0.weight)")
+
+
+def lost_on_ranks(strategy):
+    """Returns the warnings of one rank of a fit that loses its loss."""
+    lines = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("fabricamp").addHandler(handler)
+    quiet_trainer(max_epochs=1, devices=2, strategy=strategy).fit(LostUnlogged(), loader(16))
+    return lines
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_first_of_several_ranks_tells_of_lost_weights(strategy):
+    first, second = run_ranks(lost_on_ranks, 2, strategy)
+    assert any("trained parameters are nan at the end" in line for line in first)
+    assert not any("trained parameters" in line for line in second)
+
+
+@pytest.mark.parametrize("options", [{"nan_policy": "skip"}, {"precision": "O2"}, {"nan_policy": "stop"}])
+def test_weights_that_a_policy_has_kept_are_not_told_to_be_lost(options, caplog):
+    with caplog.at_level(logging.WARNING, "fabricamp"):
+        quiet_trainer(max_epochs=1, **options).fit(LostUnlogged(), loader(16))
+    assert "trained parameters" not in caplog.text
+
+
+def test_what_is_infinite_or_frozen_is_no_lost_weight(caplog):
+    module = Classifier()
+    module.mask = torch.nn.Parameter(torch.full((2,), -torch.inf))
+    module.unused = torch.nn.Parameter(torch.full((2,), torch.nan), requires_grad=False)
+    with caplog.at_level(logging.WARNING, "fabricamp"):
+        quiet_trainer(max_epochs=1).fit(module, loader(16))
+    assert caplog.messages == []
 
 
 def test_a_search_for_a_learning_rate_may_lose_the_loss_in_silence(caplog):
