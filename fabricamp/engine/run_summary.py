@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
     from fabricamp.trainer import Trainer
 
 _LOG = logging.getLogger("fabricamp")
+
+_FEW_ROWS = 5
+"""With fewer logged steps a curve shows nothing of a run's course."""
+_DEFAULT_INTERVAL = 50
+"""The default of ``log_every_n_steps``."""
 
 _STARTED = {"fork": "forked ", "spawn": "spawned "}
 """What the first line says of processes that a call started: ``"ddp_notebook"`` and ``"ddp_spawn"`` are ``ddp`` with these."""
@@ -64,21 +70,31 @@ class RunSummary:
             self.say(*_workers_of(loader))
 
     def rows(self) -> None:
-        """Logs that no step will be logged, if the run ends before its first flush; called once its number of steps is known."""
+        """Logs that no step, or few of them, will be logged; called once the run's number of steps is known."""
         trainer = self._trainer
         every = self._session.settings.log_every_n_steps
         done = trainer.global_step
         end = trainer.estimated_stepping_batches
-        if not trainer.loggers or trainer.fast_dev_run or not every:
+        if not trainer.loggers or trainer.fast_dev_run or not every or not done < end < math.inf:
             return
-        first_flush = (done // every + 1) * every
-        if done < end < first_flush and trainer.is_global_zero:
-            steps = "1 step" if end - done == 1 else f"{end - done:.0f} steps"
-            # Logged even if bar and summary are switched off: whoever reads the logs later would look for the steps in vain.
+        steps = int(end) - done
+        rows = int(end) // every - done // every
+        if not trainer.is_global_zero:
+            return
+        # Logged even if bar and summary are switched off: whoever reads the logs later would look for the steps in vain.
+        if rows == 0:
             _LOG.info(
                 "log_every_n_steps=%d is more than the %s of this run: only values of epochs will be logged",
                 every,
+                "1 step" if steps == 1 else f"{steps} steps",
+            )
+        elif rows < _FEW_ROWS and every == _DEFAULT_INTERVAL:  # another interval was chosen by the user
+            _LOG.info(
+                "log_every_n_steps=%d logs %d of the %d steps of this run: log_every_n_steps=%d shows its course",
+                every,
+                rows,
                 steps,
+                10 if steps < 160 else 20,
             )
 
     def weights(self, *, chosen: bool) -> None:

@@ -166,10 +166,21 @@ class Session:
                     "gradients from before fit are cleared; in Lightning the first step uses them"
                 )
             self.module.zero_grad()
-        self._prepare_data()
-        self._call_setup("setup")
+        with self.time_spent.part("prepare_data and setup"):
+            self._prepare_data()
+            self._call_setup("setup")
         if ckpt_path is not None and self.checkpoint is None:
-            self.checkpoint = read_together(ckpt_path, self.strategy, weights_only=weights_only)
+            with self.time_spent.part("reading the checkpoint"):
+                self.checkpoint = read_together(ckpt_path, self.strategy, weights_only=weights_only)
+        with self.time_spent.part("model and optimizers"):
+            self._build(ckpt_path)
+        log_hyperparams(self)
+        if fits:
+            self.delivery.begin(self.module)
+
+    def _build(self, ckpt_path: str | None) -> None:
+        """Sets up the model, in fit its optimizers too, and restores them."""
+        fits = self.fn is TrainerFn.FITTING
         self._configure_model(filled_later=self.checkpoint is not None and LEFT_OUT not in self.checkpoint)
         self._hide_private_values()
         if ckpt_path is not None:
@@ -189,9 +200,6 @@ class Session:
                 join_loggers(self.trainer)  # a logger may continue the checkpoint's run
         else:
             self._restore("callbacks")
-        log_hyperparams(self)
-        if fits:
-            self.delivery.begin(self.module)
 
     def _prepare_data(self) -> None:
         if self.trainer.local_rank == 0:
@@ -303,7 +311,8 @@ class Session:
         self.run_summary.begin()
         call_all(self.hooks("on_fit_start"))
         if self.settings.num_sanity_val_steps and (self.checkpoint is None or self.trainer.state.batches_done == 0):
-            self._sanity_check()
+            with self.time_spent.part("sanity check"):
+                self._sanity_check()
         self.settings.begin_epoch(self.trainer.state.epoch)  # a resumed run knows its epoch only now
         self.data.renew()
         if self.settings.num_sanity_val_steps and self.trainer.enable_validation and self.data.defines("val"):

@@ -34,7 +34,10 @@ _VERDICT_SECONDS = 10.0
 
 
 class TimeSpent:
-    """Counts the seconds of a fit on this rank; a batch costs two looks at the clock."""
+    """Counts the seconds of a fit on this rank; a batch costs two looks at the clock.
+
+    Parts that end before the training are parts of the start.
+    """
 
     def __init__(self) -> None:
         self._began = perf_counter()
@@ -43,13 +46,18 @@ class TimeSpent:
         self._data = 0.0
         self._first_batches = 0.0
         self._parts = {"validation": 0.0, "saves": 0.0}
+        self._of_start: dict[str, float] = {}
         self._within = 0.0  # seconds of the parts within the one that is counted now
 
-    def _begin(self) -> None:
-        """Begins to count the training, when the first batch is here: loader workers, and what was before, are the start."""
+    def _begin(self, read_since: float) -> None:
+        """Begins to count the training, when the first batch is here: loader workers, and what was before, are the start.
+
+        ``read_since``: when the loader was asked for that batch.
+        """
         self._begun = True
         self._trains_since = perf_counter()
-        self._parts = dict.fromkeys(self._parts, 0.0)
+        self._of_start = {**self._parts, "the first batch": self._trains_since - read_since}
+        self._parts = {"validation": 0.0, "saves": 0.0}
 
     def reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yields an epoch's ``batches``, and counts the waits for them."""
@@ -61,7 +69,7 @@ class TimeSpent:
                 if self._begun:
                     self._first_batches += perf_counter() - began
                 else:
-                    self._begin()
+                    self._begin(began)
                     began = self._trains_since
             self._data += perf_counter() - began
             yield batch
@@ -78,7 +86,7 @@ class TimeSpent:
             yield
         finally:
             whole = perf_counter() - began
-            self._parts[name] += whole - self._within
+            self._parts[name] = self._parts.get(name, 0.0) + whole - self._within
             self._within = outer + whole
 
     @property
@@ -110,9 +118,15 @@ class TimeSpent:
             "start": self._trains_since - self._began,
         }
         shares = sorted(((100 * part / whole, name) for name, part in seconds.items()), reverse=True)
-        return f"{duration(whole)} in all: " + ", ".join(
-            f"{name} {share:.0f} %" for share, name in shares if share >= 0.5
-        )
+        told = [f"{name} {share:.0f} %" for share, name in shares if share >= 0.5]
+        if shares[0][1] == "start":
+            told[0] += self._what_start_was(seconds["start"])
+        return f"{duration(whole)} in all: " + ", ".join(told)
+
+    def _what_start_was(self, seconds: float) -> str:
+        """Returns, in parentheses, the parts that took a tenth or more of the ``seconds`` before the training, longest first."""
+        parts = sorted(((part, name) for name, part in self._of_start.items() if 10 * part >= seconds), reverse=True)
+        return f" ({', '.join(f'{name} {part:.1f} s' for part, name in parts)})" if parts else ""
 
 
 class SlowData(Entry):

@@ -153,6 +153,8 @@ def test_workers_that_stay_by_themselves_are_said(caplog):
 
 NO_ROW = "log_every_n_steps={} is more than the {} of this run: only values of epochs will be logged"
 
+FEW_ROWS = "log_every_n_steps=50 logs {} of the {} steps of this run: log_every_n_steps={} shows its course"
+
 
 @pytest.mark.parametrize(
     ("options", "said"),
@@ -170,9 +172,13 @@ NO_ROW = "log_every_n_steps={} is more than the {} of this run: only values of e
         ({"max_epochs": 2, "log_every_n_steps": 50, "logger": False}, ""),
         ({"fast_dev_run": 2, "log_every_n_steps": 50}, ""),
         ({"limit_train_batches": 0, "max_epochs": 1, "log_every_n_steps": 50}, ""),
+        ({"max_epochs": 24, "log_every_n_steps": 50}, FEW_ROWS.format(1, 96, 10)),
+        ({"max_steps": 249, "max_epochs": -1, "log_every_n_steps": 50}, FEW_ROWS.format(4, 249, 20)),
+        ({"max_steps": 250, "max_epochs": -1, "log_every_n_steps": 50}, ""),
+        ({"max_epochs": 24, "log_every_n_steps": 49}, ""),
     ],
 )
-def test_a_run_that_will_log_no_step_says_so_before_it_begins(lines, caplog, options, said):
+def test_a_run_that_will_log_no_or_few_steps_says_so_before_it_begins(lines, caplog, options, said):
     class Begun(Callback):
         def on_train_start(self, trainer, module):
             self.before = list(caplog.messages)

@@ -184,6 +184,31 @@ def test_a_long_fit_ends_with_the_shares_of_its_time(caplog, monkeypatch):
     assert 10 <= found["start"] <= 40
 
 
+class SlowModel(Busy):
+    def configure_optimizers(self):
+        time.sleep(0.7)
+        return super().configure_optimizers()
+
+
+def test_a_start_that_takes_longest_says_what_it_was(caplog, monkeypatch):
+    monkeypatch.setattr(time_spent, "_VERDICT_SECONDS", 0.1)
+    module = SlowModel(step=0.02, validation=0.5, setup=0.9)
+    fit(module, DataLoader(Slow(0.3, 8), batch_size=1), limit_val_batches=1, max_steps=2)
+    (line,) = verdict(caplog)
+    parts = re.search(r"in all: start \d+ % \(([^)]*)\)", line)[1]
+    seconds = {name.strip(): float(took) for name, took in re.findall(r"([a-z_ ]+) (\d+\.\d) s", parts)}
+    least = {"prepare_data and setup": 0.9, "model and optimizers": 0.7, "sanity check": 0.5, "the first batch": 0.3}
+    assert seconds.keys() == least.keys()
+    assert all(seconds[name] >= least[name] for name in least)
+    assert list(seconds.values()) == sorted(seconds.values(), reverse=True)
+
+
+def test_a_start_that_is_short_says_no_parts(caplog, monkeypatch):
+    monkeypatch.setattr(time_spent, "_VERDICT_SECONDS", 0.1)
+    fit(SlowModel(step=0.4), loader(64), max_steps=4)
+    assert re.search(r"in all: steps \d+ %, start \d+ %", verdict(caplog)[0])
+
+
 @pytest.mark.parametrize(
     "options", [{"enable_progress_bar": False}, {"fast_dev_run": 4}, {"max_steps": 0}], ids=lambda one: next(iter(one))
 )
