@@ -118,7 +118,8 @@ class TensorBoardLogger(RunFolderLogger["WrittenEvent | Scalars", "FilePosition"
         """Shows the hyper-parameters on TensorBoard's HPARAMS page, with ``metrics`` as columns beside them."""
         before = dict(self._hyperparameters)
         super().log_hyperparams(params, metrics)
-        if self._hyperparameters == before or self._goes_on:
+        # A fit logs those of the module first: metrics that a program then gives with them are new.
+        if (self._hyperparameters == before and not metrics) or self._goes_on:
             return
         if metrics is None:
             metrics = {"hp_metric": -1.0} if self._default_hp_metric else {}

@@ -79,6 +79,14 @@ def test_hyperparameters_without_the_default_metric(tmp_path):
     assert read(logger.folder).Tags()["scalars"] == []
 
 
+def test_metrics_of_hyperparameters_that_a_fit_has_logged_already(tmp_path):
+    logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
+    logger.log_hyperparams({"lr": 0.1})  # as a fit does
+    logger.log_hyperparams({"lr": 0.1}, {"hp/loss": 0.5})  # as on_train_start of a program does
+    logger.close()
+    assert [one.value for one in read(logger.folder).Scalars("hp/loss")] == [0.5]
+
+
 def test_images_and_texts(tmp_path):
     logger = TensorBoardLogger(tmp_path)
     logger.log_image("digit", torch.rand(1, 8, 8), 5)
