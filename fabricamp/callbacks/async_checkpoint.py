@@ -69,6 +69,8 @@ class AsyncCheckpoint(ModelCheckpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Waits for the last write; later saves are synchronous."""
+        # First: rank 0 may know of a file already that the other ranks wait for, and the last save depends on it.
+        self._settle(trainer)
         super().on_train_end(trainer, pl_module)
         self._settle(trainer)
         side_group = self._beside

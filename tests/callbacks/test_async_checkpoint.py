@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -401,6 +402,35 @@ def test_a_signal_at_the_step_whose_file_fails_ends_all_ranks_with_one(tmp_path,
     monkeypatch.setattr(async_checkpoint, "write_checkpoint", refuse)
     assert run_ranks(work, 2) == [(4, str(tmp_path / "epoch=0-step=4.ckpt"))] * 2
     assert names(tmp_path) == ["epoch=0-step=4.ckpt"]
+
+
+class WaitsForFile(Callback):
+    """Lets the file of step 2 be complete before step 3 ends: then rank 0 publishes it, and no other rank."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == 3:
+            writer = trainer.checkpoint_callback._writer
+            while trainer.is_global_zero and not writer.finished:
+                time.sleep(0.01)
+
+
+def test_a_file_that_only_rank_0_knows_of_at_the_end_of_training(tmp_path):
+    """With ``save_last`` the other ranks saved once more, by themselves, and waited for ever."""
+
+    def work():
+        saver = AsyncCheckpoint(tmp_path, every_n_train_steps=2, save_last=True)
+        trainer = quiet_trainer(
+            strategy="ddp",
+            devices="auto",
+            max_steps=3,
+            enable_checkpointing=True,
+            callbacks=[WaitsForFile(), saver],
+        )
+        trainer.fit(Classifier(), loader(64))
+        return trainer.global_step, saver.last_model_path, saver.best_model_path
+
+    one, other = run_ranks(work, 2, timeout=60.0)
+    assert one == other == (3, str(tmp_path / "last.ckpt"), str(tmp_path / "epoch=0-step=2.ckpt"))
 
 
 class Falls(Classifier):
