@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
 
@@ -30,10 +29,9 @@ MORE = {
 
 def render() -> str:
     os.environ["COLUMNS"] = "88"
-    parser = cli._parser()
-    (subparsers,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    _, commands = cli._parsers()
     parts = [HEAD.strip()]
-    for name, command in subparsers.choices.items():
+    for name, command in commands.items():
         parts += [f"## fabricamp {name}", f"```text\n{command.format_help().strip()}\n```", MORE[name]]
     return "\n\n".join(parts) + "\n"
 

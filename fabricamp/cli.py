@@ -20,7 +20,7 @@ from fabricamp.errors import CheckpointError, ConfigError, FabricampError, neare
 from fabricamp.messages import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from typing import NoReturn
 
     from fabricamp.trainer import Trainer
@@ -84,12 +84,12 @@ _CODES: dict[type[BaseException], int] = {ConfigError: 2, CheckpointError: 1}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = _parser()
+    parser, commands = _parsers()
     if not arguments:
         parser.print_help()
         return 2
     try:
-        _check_words(parser, *arguments)
+        _check_words(parser, commands, *arguments)
         # Unknown options are passed as overrides: the error of an override says how to write one.
         options, unknown = parser.parse_known_args(arguments)
         if options.command in RUNS:
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "--measure alone" if options.command == "doctor" else f"what `fabricamp {options.command} --help` shows"
             )
             parser.error(f"{options.command} takes {taken}, given: {' '.join(unknown)}")
-        commands = {
+        actions = {
             "plot": _plot,
             "runs": _list_runs,
             "verify": _verify,
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "doctor": _doctor,
             "help": _show_page,
         }
-        return commands[options.command](options)
+        return actions[options.command](options)
     except (ConfigError, CheckpointError) as error:
         return _explain(error)
     except KeyboardInterrupt:
@@ -124,17 +124,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-def _check_words(parser: argparse.ArgumentParser, command: str, *words: str) -> None:
+def _check_words(
+    parser: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser], command: str, *words: str
+) -> None:
     """Raises :class:`ConfigError` for an unknown command, or an option that is nearly one of its own; argparse tells of others."""
-    (commands,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
     if command.startswith("-"):
         _check_option("fabricamp", command, parser)
         return
-    if command not in commands.choices:
-        raise ConfigError(
-            f"{command!r} is not a command{nearest(command, commands.choices)} (known: {', '.join(commands.choices)})"
-        )
-    chosen = commands.choices[command]
+    if command not in commands:
+        raise ConfigError(f"{command!r} is not a command{nearest(command, commands)} (known: {', '.join(commands)})")
+    chosen = commands[command]
     for before, word in pairwise(("", *words)):
         is_script = command == "verify" and not word.startswith("-") and before not in chosen._option_string_actions
         if word == "--" or is_script:  # what follows a script are its own options
@@ -149,7 +148,8 @@ def _check_option(where: str, word: str, parser: argparse.ArgumentParser) -> Non
         raise ConfigError(f"{where} has no option {name!r}{hint}")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Returns the parser of the command line, and that of each command by its name."""
     from fabricamp import __version__
 
     parser = argparse.ArgumentParser(
@@ -185,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(commands)
     _add_doctor(commands)
     _add_help(commands)
-    return parser
+    return parser, commands.choices
 
 
 def _add_command(

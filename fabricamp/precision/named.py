@@ -118,7 +118,8 @@ def _refuse_number(value: int) -> NoReturn:
     names = [one for one in PRECISIONS.names() if not one.isdecimal()]
     numbers = sorted(int(one) for one in PRECISIONS.names() if one.isdecimal())
     nearby = min(numbers, key=lambda one: abs(one - value))
-    hint = f"; did you mean {nearby}?" if abs(nearby - value) <= nearby / 4 else ""
+    near = f"; did you mean {nearby}?" if abs(nearby - value) <= nearby / 4 else ""
+    hint = meant("precision", value) or near
     known = f"numbers: {', '.join(map(str, numbers))}; names: {', '.join(map(repr, names))}"
     raise ConfigError(f"precision={value!r} is not known{hint} ({known}; or pass an object with options)")
 

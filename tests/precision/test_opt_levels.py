@@ -58,7 +58,7 @@ def test_an_object_is_taken_as_it_is():
         ("01", "'O1'"),
         ("o2", "'O2'"),
         ("16-mixt", "'16-mixed'"),
-        (7, "known: "),
+        (7, "numbers: "),
         (8, "write 'fp8' .* or 'fp8-mixed'"),
         (None, "OptLevel"),
         (True, "OptLevel"),

@@ -209,7 +209,11 @@ def test_completion_shows_beside_fit_what_is_the_users():
         ({"num_worker": 2}, "give it to the DataLoader"),
         ({"pin_memory": True}, "give it to the DataLoader"),
         ({"precision": 17}, "precision=17 is not known; did you mean 16? (numbers: 16, 32, 64; names: 'O0', "),
-        ({"precision": 8}, "precision=8 is not known (numbers: 16, 32, 64; names: 'O0', "),
+        (
+            {"precision": 8},
+            "precision=8 is not known; write 'fp8' (bf16 weights) or 'fp8-mixed' (fp32 weights) (numbers: 16, 32, ",
+        ),
+        ({"precision": 7}, "precision=7 is not known (numbers: 16, 32, 64; names: 'O0', "),
         ({"devices": "two"}, "devices='two' cannot be read ("),
         ({"max_epoch": 2}, "did you mean 'max_epochs'?"),
     ],
