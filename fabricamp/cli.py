@@ -191,12 +191,12 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
 def _add_command(
     commands: Any, name: str, about: str, epilog: str | None = None, *, add_help: bool = True
 ) -> argparse.ArgumentParser:
+    # Filled here: the formatter of a command with an epilog leaves lines as they are.
+    description = textwrap.fill(f"{about[0].upper()}{about[1:]}.", 88)
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=about,
-        description=textwrap.fill(
-            f"{about[0].upper()}{about[1:]}.", 88
-        ),  # the formatter with an epilog leaves it as it is
+        description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter if epilog else argparse.HelpFormatter,
         allow_abbrev=False,

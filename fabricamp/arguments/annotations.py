@@ -35,8 +35,9 @@ def misfits(target: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[st
     for name, parameter in inspect.signature(target).parameters.items():
         if name not in arguments:
             continue
-        value, default, kind = arguments[name], parameter.default, _evaluated(parameter.annotation, names)
-        as_default = isinstance(value, type(default)) and not fits(default, kind)
+        value = arguments[name]
+        kind = _evaluated(parameter.annotation, names)
+        as_default = isinstance(value, type(parameter.default)) and not fits(parameter.default, kind)
         if not (as_default or fits(value, kind)):
             found[name] = kind
     return found
@@ -48,7 +49,8 @@ def fits(value: Any, kind: Any) -> bool:
     >>> fits(1, float), fits("1", float | None), fits([2, 3], tuple[int, ...]), fits("a", typing.Literal["b"])
     (True, False, True, False)
     """
-    origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
+    origin = typing.get_origin(kind) or kind
+    inner = typing.get_args(kind)
     if isinstance(value, dict) and TARGET in value:
         return True
     if origin in (typing.Union, types.UnionType):

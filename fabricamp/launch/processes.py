@@ -154,7 +154,8 @@ def _work(folder: Path, job: _Job | None) -> None:
             # A notebook drops rich output of a forked kernel, but shows printed text.
             rich.reconfigure(force_jupyter=False)
         if in_notebook() and not is_terminal(sys.stdout):
-            sys.stdout, sys.stderr = WholeLines(sys.stdout), WholeLines(sys.stderr)
+            sys.stdout = WholeLines(sys.stdout)
+            sys.stderr = WholeLines(sys.stderr)
         # No rank starts before all are forked: a rank forked while a starter thread serves an earlier rank would inherit that
         # thread's locks, locked forever.
         job.all_here.wait(_FORK_SECONDS)

@@ -116,8 +116,8 @@ class Table:
 
         self.present: list[int] | None = None
         """The rows whose column 0 is not None; None: all rows."""
-        # What is known of column 0; empty lists if nothing is known, or if a row has no tensor there.
         self._all_rows = list(range(count))
+        # What is known of column 0; empty lists if nothing is known, or if a row has no tensor there.
         self._pointers: list[int] = []
         self._dtypes: list[torch.dtype] = []
         self._devices: list[int] = []
