@@ -8,6 +8,7 @@ cannot be imported, so :data:`ATTRIBUTES` lists them.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import inspect
@@ -89,6 +90,7 @@ __all__ = [
     "open_zipfile_reader",
     "profiler_enabled",
     "record_memory",
+    "segments_of_pool",
     "sharded_modules",
     "sharded_parameters",
     "sleep_on_gpu",
@@ -202,6 +204,31 @@ def allocating_in_pool(device: torch.device, pool: tuple[int, int]) -> Iterator[
     finally:
         torch._C._cuda_endAllocateToPool(index, pool)
         torch._C._cuda_releasePool(index, pool)
+
+
+def segments_of_pool(pool: tuple[int, int]) -> list[dict[str, Any]]:
+    """Returns what ``torch.cuda.memory_snapshot`` says of one memory pool, given by its id.
+
+    For a pool, torch gives up a reference to each number of the id that it does not own (2.11 to 2.13; ``MemPool.snapshot``, too).
+    From the 257th pool of a process on, these numbers are objects of their own, which are freed while the id still uses them.
+    """
+    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(pool, include_traces=False)
+    if _gives_up_references():
+        for number in pool:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
+    return segments
+
+
+@functools.cache
+def _gives_up_references() -> bool:
+    """Returns whether the snapshot of a pool gives up references to the numbers of its id; asked for a pool that does not exist."""
+    number = sys.maxsize - 1  # a new object, to which nobody else refers
+    before = sys.getrefcount(number)
+    torch.cuda.memory_snapshot((number, number), include_traces=False)
+    lost = before - sys.getrefcount(number)
+    for _ in range(lost):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
+    return lost > 0
 
 
 def forward_derivative_level() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from fabricamp import Callback, CudaGraph, TrainingModule
 from fabricamp.optimizers import FusedAdam
+from fabricamp.torch_private import segments_of_pool
 from tests.inside import captured_steps, graph_update
 from tests.small import quiet_trainer
 
@@ -352,3 +354,20 @@ def test_the_workspaces_of_cublas_are_not_in_the_graphs_memory():
     ordinary, graphs = clears.freed
     assert ordinary > 0
     assert graphs == 0
+
+
+def test_a_look_at_a_pool_gives_up_no_reference_to_its_id():
+    """From the 257th pool on, torch's own look freed the numbers of the id while they were in use, and later objects broke."""
+    number = sys.maxsize - 1  # as the number of a late pool, an object of its own
+    before = sys.getrefcount(number)
+    looks = [segments_of_pool((number, number)) for _ in range(5)]
+    assert sys.getrefcount(number) == before
+    assert looks == [[]] * 5
+
+
+def test_a_look_at_each_of_many_pools():
+    pools = [torch.cuda.MemPool() for _ in range(300)]
+    ids = [pool.id for pool in pools]
+    for _ in range(20):
+        assert all(segments_of_pool(name) == [] for name in ids)
+    assert [pool.id for pool in pools] == ids

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.nn import functional as F
 
-from fabricamp.torch_private import allocating_in_pool
+from fabricamp.torch_private import allocating_in_pool, segments_of_pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,8 +94,7 @@ class GraphPool:
         return frozenset((block["address"], block["size"]) for block in blocks if block["state"] == _IN_USE)
 
     def _segments(self) -> list[dict[str, Any]]:
-        segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(self.id, include_traces=False)
-        return segments
+        return segments_of_pool(self.id)
 
 
 def _make_workspaces(device: torch.device) -> None:
