@@ -12,6 +12,7 @@ import ctypes
 import functools
 import importlib
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager
@@ -206,29 +207,25 @@ def allocating_in_pool(device: torch.device, pool: tuple[int, int]) -> Iterator[
         torch._C._cuda_releasePool(index, pool)
 
 
+class _OwnNumber(int):
+    """A number that is an object of its own; equal small ints are one object."""
+
+
 def segments_of_pool(pool: tuple[int, int]) -> list[dict[str, Any]]:
     """Returns what ``torch.cuda.memory_snapshot`` says of one memory pool, given by its id.
 
     For a pool, torch gives up a reference to each number of the id that it does not own (2.11 to 2.13; ``MemPool.snapshot``, too).
-    From the 257th pool of a process on, these numbers are objects of their own, which are freed while the id still uses them.
+    From the 257th pool of a process on, these numbers are objects of their own, which would be freed while the id still uses them.
     """
-    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(pool, include_traces=False)
-    if _gives_up_references():
-        for number in pool:
+    numbers = [_OwnNumber(number) for number in pool]
+    name = (numbers[0], numbers[1])  # keeps each number while torch gives up the reference of the list
+    before = [sys.getrefcount(number) for number in numbers]
+    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(name, include_traces=False)
+    after = [sys.getrefcount(number) for number in numbers]
+    for number, lost in zip(numbers, map(operator.sub, before, after), strict=True):
+        for _ in range(lost):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
     return segments
-
-
-@functools.cache
-def _gives_up_references() -> bool:
-    """Returns whether the snapshot of a pool gives up references to the numbers of its id; asked for a pool that does not exist."""
-    number = sys.maxsize - 1  # a new object, to which nobody else refers
-    before = sys.getrefcount(number)
-    torch.cuda.memory_snapshot((number, number), include_traces=False)
-    lost = before - sys.getrefcount(number)
-    for _ in range(lost):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
-    return lost > 0
 
 
 def forward_derivative_level() -> int:

@@ -356,13 +356,21 @@ def test_the_workspaces_of_cublas_are_not_in_the_graphs_memory():
     assert graphs == 0
 
 
+class Number(int):
+    """As the number of a late pool, an object of its own."""
+
+
 def test_a_look_at_a_pool_gives_up_no_reference_to_its_id():
     """From the 257th pool on, torch's own look freed the numbers of the id while they were in use, and later objects broke."""
-    number = sys.maxsize - 1  # as the number of a late pool, an object of its own
-    before = sys.getrefcount(number)
-    looks = [segments_of_pool((number, number)) for _ in range(5)]
-    assert sys.getrefcount(number) == before
-    assert looks == [[]] * 5
+    pool = torch.cuda.MemPool()
+    name = (Number(pool.id[0]), Number(pool.id[1]))
+    before = [sys.getrefcount(number) for number in name]
+    with torch.cuda.use_mem_pool(pool):
+        kept = torch.ones(1 << 20, device="cuda")
+    looks = [segments_of_pool(name) for _ in range(5)]
+    assert [sys.getrefcount(number) for number in name] == before
+    assert looks == [torch.cuda.memory_snapshot(pool.id, include_traces=False)] * 5
+    assert kept.data_ptr() == looks[0][0]["address"]
 
 
 def test_a_look_at_each_of_many_pools():
