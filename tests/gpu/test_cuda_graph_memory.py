@@ -63,8 +63,7 @@ def wide():
 def limited(wide):
     """Returns a function that limits this process to memory for a number of steps beyond what it has reserved.
 
-    cuBLAS makes its workspaces anew (about 100 MB, a fifth of a step's memory): a graph's stream may have them from an earlier test,
-    or not.
+    cuBLAS makes its workspaces anew (about 100 MB, a fifth of a step's memory), as if no earlier test had used a graph's stream.
     """
 
     def limit(steps):
