@@ -1,295 +1,20 @@
-"""Checkpoints of format 2, whose keys had other names: runs go on from them bit for bit.
-
-``format_2/`` holds one of each scene, named by the commit that wrote them:
-``python -m tests.earlier_versions.test_format_2 FOLDER NAME``.
-All numbers of these runs are exact in their dtypes (whole numbers, and halves of them), in any order of summation: the same bits on
-every machine.
-"""
+"""Checkpoints of format 2, whose keys had other names."""
 
 from __future__ import annotations
 
 import copy
-import random
-import sys
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import SumMetric
 
-from fabricamp import Callback, TrainingModule
-from fabricamp.callbacks import EMA, EarlyStopping
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.checkpoint.formats import upgraded
-from fabricamp.data import CombinedLoader, LengthGroups
-from fabricamp.loggers import CSVLogger
 from fabricamp.metrics.saving import load_rows, save_rows
 from fabricamp.metrics.slots import Published
-from fabricamp.precision import OptLevel
-from fabricamp.rng import isolate_rng
-from tests.small import quiet_trainer
+from tests.earlier_versions.runs import SCENES, files_of
 from tests.trainer.test_resume import assert_equal
 
-FILES = Path(__file__).parent / "format_2"
-OVERFLOWS_AT = 2
-
-
-def whole_numbers(size, seed):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randint(-2, 3, (size, 8), generator=generator).float()
-    y = torch.randint(0, 2, (size, 3), generator=generator).float() * 2 - 1
-    return TensorDataset(x, y)
-
-
-class Draws:
-    """Batches without a sampler: each one draws a number, so a resumed pass has to read past the earlier ones."""
-
-    def __len__(self):
-        return 4
-
-    def __iter__(self):
-        for index in range(len(self)):
-            yield torch.randint(0, 4, (2, 8)).float() + index, torch.ones(2, 3)
-
-
-class Stream:
-    """Batches that know their own position; the next pass goes on where a limit ended the one before."""
-
-    def __init__(self):
-        self.position = 0
-
-    def __iter__(self):
-        while self.position < 7:
-            self.position += 1
-            yield torch.full((2, 8), float(self.position % 3)), torch.ones(2, 3)
-        self.position = 0
-
-    def state_dict(self):
-        return {"position": self.position}
-
-    def load_state_dict(self, state):
-        self.position = state["position"]
-
-
-class Net(TrainingModule):
-    """One layer whose gradients do not depend on its weights; logs values of every kind."""
-
-    def __init__(self, *, overflows=True):
-        super().__init__()
-        self.net = torch.nn.Linear(8, 3)
-        with torch.no_grad():
-            self.net.weight.copy_(torch.arange(24).reshape(3, 8) / 8)
-            self.net.bias.zero_()
-        self.total = SumMetric()
-        self.overflows = overflows
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        parts = list(batch.values()) if isinstance(batch, dict) else [batch]
-        self.seen.append([float(x.sum()) for x, _ in parts] + [torch.randint(0, 100, ()).item()])
-        loss = sum((self.net(x) * y).sum() for x, y in parts)
-        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=4)
-        self.log("exact", loss.detach().double(), on_step=False, on_epoch=True, reduce_fx="sum", batch_size=4)
-        self.log("most", loss.detach(), on_step=False, on_epoch=True, reduce_fx="max", batch_size=4)
-        self.log("number", float(batch_idx), on_step=True, on_epoch=True, reduce_fx="sum", batch_size=4)
-        self.total.update(float(batch_idx))
-        self.log("total", self.total, on_step=False, on_epoch=True, batch_size=4)
-        overflow = self.overflows and self.global_step == OVERFLOWS_AT
-        return loss * (float("inf") if overflow else 1.0)
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", (self.net(batch[0]) * batch[1]).sum(), batch_size=4)
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=1 / 64, momentum=0.5)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
-
-
-class Cut(Callback):
-    """Writes a checkpoint after some micro-batch of the run."""
-
-    def __init__(self, path, batches):
-        self.path = path
-        self.batches = batches
-
-    def on_train_start(self, trainer, pl_module):
-        trainer.callback_metrics["own"] = torch.tensor(7.0)
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.state.batches_done == self.batches:
-            trainer.save_checkpoint(self.path)
-            self.seen = len(pl_module.seen)
-
-
-class Restored(Callback):
-    """Writes what a run goes on from, before its first batch."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_start(self, trainer, pl_module):
-        trainer.save_checkpoint(self.path)
-
-
-def combined():
-    return CombinedLoader(
-        {
-            "drawn": DataLoader(whole_numbers(32, 1), 4, shuffle=True),
-            "own": DataLoader(whole_numbers(10, 2), 2, shuffle=True, generator=torch.Generator().manual_seed(5)),
-            "read": Draws(),
-        },
-        "max_size_cycle",
-    )
-
-
-def limited():
-    groups = LengthGroups([1 + index % 5 for index in range(16)], batch_size=2, seed=3)
-    return CombinedLoader(
-        {"stream": Stream(), "groups": DataLoader(whole_numbers(16, 4), batch_sampler=groups)}, "max_size_cycle"
-    )
-
-
-class Scene(NamedTuple):
-    """How a run goes, after which micro-batch it is cut, and the Trainer's arguments."""
-
-    make: Callable[[], Any]
-    cut_at: int
-    options: dict[str, Any]
-
-
-SCENES = {
-    # Within the fourth step: two of its micro-batches are done, the overflow of the step before is not read yet.
-    "accumulation": Scene(
-        combined,
-        14,
-        {
-            "precision": lambda: OptLevel("O2", max_loss_scale=2.0**9),
-            "accumulate_grad_batches": 4,
-            "max_steps": 6,
-            "val_check_interval": 8,
-        },
-    ),
-    # In the second epoch of those that a limit ends; each goes on in the stream where the one before ended.
-    "limit": Scene(limited, 5, {"precision": lambda: "O0", "limit_train_batches": 3, "max_epochs": 4}),
-    # Its steps end within an epoch, and it is saved after its end.
-    "end": Scene(
-        lambda: DataLoader(whole_numbers(32, 1), 4, shuffle=True),
-        0,
-        {
-            "precision": lambda: OptLevel("O2", max_loss_scale=2.0**9),
-            "nan_policy": "stop",
-            "max_steps": 5,
-            "val_check_interval": 4,
-        },
-    ),
-}
-
-
-def fit(scene, folder, *callbacks, ckpt_path=None, **changes):
-    make, _, options = SCENES[scene]
-    for seeded in (random.seed, np.random.seed, torch.manual_seed):
-        seeded(3 if ckpt_path is None else 4)
-    module = Net(overflows=scene == "accumulation")
-    options = {**options, "precision": options["precision"](), **changes}
-    trainer = quiet_trainer(
-        **options,
-        log_every_n_steps=1,
-        num_sanity_val_steps=0,
-        callbacks=[EMA(0.5), EarlyStopping("val_loss", patience=99), *callbacks],
-        logger=CSVLogger(folder),
-        default_root_dir=folder,
-    )
-    trainer.fit(module, make(), DataLoader(whole_numbers(8, 6), 4), ckpt_path=ckpt_path)
-    return module, trainer
-
-
-def content(path):
-    """What a run goes on from, without what each file has of its own, and what earlier files have no word of."""
-    state = read_checkpoint(path)
-    for own in ("loggers", "fabricamp_version", "torch_version"):
-        state.pop(own)
-    for name in ("optimizer_identities", "lr_scheduler_identities"):
-        state["loops"]["fit"].pop(name, None)
-    state["amp"].pop("schedules_follow", None)
-    state["loops"]["fit"].pop("loggers_at_end")
-    for position in state["data"]["position"]:
-        # What leads to a batch that is done again, and to the end of a pass: files of 0.2.0 have less of it.
-        position.pop("earlier", None)
-        position.get("at_pass_start", {}).pop("rng", None)
-        for states in ("rng_states", "rng_states_ahead"):
-            position.get("at_limit", {}).pop(states, None)
-    return state
-
-
-def assert_equal_states(one, other):
-    """Checks that two contents are equal bit for bit; of the gradients' norms in the scaler's ring the last bit may differ.
-
-    The files were written on one CPU, and another sums the squares of a norm in vectors of another width.  As integers of 32 bits
-    such floats differ by one, and are far above all counts.
-    """
-    rings = []
-    for state in (one, other):
-        scaler = state.get("amp", {}).get("scaler", {})
-        rings.append(scaler.pop("ring", torch.zeros(1, dtype=torch.int32)))
-    assert_equal(one, other)
-    ring, other_ring = rings
-    differs = ring != other_ring
-    assert (ring - other_ring).abs().max() <= 1
-    assert (ring[differs] > 1_000_000).all()
-
-
-def last_state(trainer, path):
-    trainer.save_checkpoint(path)
-    return content(path)
-
-
-def before_the_first_batch(path):
-    """The content without the two parts that a resumed run takes up with its first batch."""
-    state = content(path)
-    state.pop("rng")
-    state["loops"]["fit"].pop("stepped")
-    return state
-
-
-def files(scene):
-    return sorted(FILES.glob(f"*-{scene}.ckpt"))
-
-
-@pytest.mark.parametrize("scene", ["accumulation", "limit"])
-def test_a_run_that_was_cut_goes_on_bit_for_bit(scene, tmp_path):
-    (file,) = files(scene)
-    cut = Cut(tmp_path / "cut.ckpt", SCENES[scene].cut_at)
-    restored = Restored(tmp_path / "restored.ckpt")
-    with isolate_rng():
-        straight, whole = fit(scene, tmp_path / "straight", cut)
-        resumed, rest = fit(scene, tmp_path / "resumed", restored, ckpt_path=file)
-    assert_equal_states(content(tmp_path / "cut.ckpt"), content(file))
-    assert_equal(before_the_first_batch(tmp_path / "restored.ckpt"), before_the_first_batch(file))
-    assert resumed.seen == straight.seen[cut.seen :]
-    assert whole.global_step == rest.global_step
-    assert whole.skipped_steps == rest.skipped_steps == int(scene == "accumulation")
-    assert_equal_states(last_state(rest, tmp_path / "rest-end.ckpt"), last_state(whole, tmp_path / "whole-end.ckpt"))
-    assert_equal(rest.callback_metrics, whole.callback_metrics)
-
-
-def test_a_run_that_had_ended_shows_its_values_and_goes_on_bit_for_bit(tmp_path):
-    (file,) = files("end")
-    with isolate_rng():
-        _, ended = fit("end", tmp_path / "ended", Cut(tmp_path / "none.ckpt", 0))
-        ended.save_checkpoint(tmp_path / "ended.ckpt")
-        _, again = fit("end", tmp_path / "again", ckpt_path=file)
-        straight, whole = fit("end", tmp_path / "straight", Cut(tmp_path / "none.ckpt", 0), max_steps=11)
-        resumed, rest = fit("end", tmp_path / "resumed", ckpt_path=file, max_steps=11)
-    assert_equal(content(tmp_path / "ended.ckpt"), content(file))
-    assert_equal(again.callback_metrics, ended.callback_metrics)
-    assert again.callback_metrics["own"] == 7.0
-    assert resumed.seen == straight.seen[5:]
-    assert_equal_states(last_state(rest, tmp_path / "rest-end.ckpt"), last_state(whole, tmp_path / "whole-end.ckpt"))
+FILES = [file for scene in SCENES for file in files_of(scene, 2)]
 
 
 RENAMED = {
@@ -350,8 +75,8 @@ def values_at(value, path):
 @pytest.mark.parametrize("old", RENAMED)
 def test_a_value_is_found_under_its_new_key(old):
     found = []
-    for file in FILES.iterdir():
-        written, state = torch.load(file, weights_only=True), read_checkpoint(file)
+    for file in FILES:
+        written, state = torch.load(file, weights_only=False), read_checkpoint(file, weights_only=False)
         assert (written["format"], state["format"]) == (2, 3)
         values = values_at(written, old.split("."))
         current = values_at(state, RENAMED[old].split("."))
@@ -413,17 +138,3 @@ def test_values_of_users_and_plug_ins_keep_their_keys():
 def test_a_precision_of_another_layout_stays_as_it_is(amp):
     state = {"fabricamp_version": "0.1.0", "format": 2, "amp": copy.deepcopy(amp), "data": {"position": [{}, None]}}
     assert upgraded(state, "own.ckpt")["amp"] == amp
-
-
-def write(folder, name):
-    folder.mkdir(exist_ok=True)
-    for scene, how in SCENES.items():
-        file = folder / f"{name}-{scene}.ckpt"
-        with tempfile.TemporaryDirectory() as logs:
-            _, trainer = fit(scene, Path(logs), Cut(file, how.cut_at))
-            if scene == "end":
-                trainer.save_checkpoint(file)
-
-
-if __name__ == "__main__":
-    write(Path(sys.argv[1]).absolute(), sys.argv[2])
