@@ -152,10 +152,8 @@ class EarlyStopping(Callback):
         self._best = float(state_dict["best_score"])
         last = state_dict.get("last_score")
         self.last_score = None if last is None else float(last)
-        reason = state_dict.get("stopping_reason", EarlyStoppingReason.NOT_STOPPED.value)
-        # Checkpoints of earlier versions contain the reason's name.
-        self.stopping_reason = (
-            EarlyStoppingReason[reason.upper()] if isinstance(reason, str) else EarlyStoppingReason(reason)
+        self.stopping_reason = EarlyStoppingReason(
+            state_dict.get("stopping_reason", EarlyStoppingReason.NOT_STOPPED.value)
         )
         self.stopping_reason_message = state_dict.get("stopping_reason_message")
 

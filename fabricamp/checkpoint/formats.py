@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 FORMAT: Final = 3
 """The current format.  A change of the layout raises this number and adds a step to :data:`_STEPS`."""
 
-_VERDICT = ("applied", "scale", "loss", "applied_steps", "skipped_steps", "ends_run")
-_PUBLISHED = ("key", "plain_key", "per_step", "mode", "prog_bar", "logger", "sync_dist", "loader")
-_ROW = ("published", "numbers", "weights", "device")
+FIRST: Final = 2
+"""The earliest format that is read: that of version 0.2.0."""
 
 _POSITION = "data.position.*"
 _METRICS = "loops.fit.metrics.*"
@@ -45,11 +44,20 @@ _RENAMED: Final = (
 Rows are applied in this order, so a path has the names that the rows above it gave.
 """
 
+_OF_SCALER: Final = {
+    "window": "step_state",
+    "windows": "steps",
+    "known": "last_status",
+    "at_floor": "steps_at_min_scale",
+    "sticky": "keep_skipping",
+}
+_OF_SCALE: Final = {"first_window": "first_step"}
+
 
 def upgraded(state: StateDict, path: str) -> StateDict:
     """Returns ``state``, read from ``path``, in the current format; files of other libraries are returned unchanged.
 
-    Raises :class:`CheckpointError` if a later version wrote it, or if its layout does not match its format number.
+    Raises :class:`CheckpointError` if its format is not read here, or if its layout does not match its format number.
     """
     if "fabricamp_version" not in state:
         return state
@@ -59,8 +67,13 @@ def upgraded(state: StateDict, path: str) -> StateDict:
             f"{path} has format {written!r:.100} and was written by fabricamp {state['fabricamp_version']!s:.100}; this version "
             f"reads formats up to {FORMAT}: install the one that wrote it, or a later one"
         )
+    if written < FIRST:
+        raise CheckpointError(
+            f"{path} has format {written}, which fabricamp 0.1.0 wrote and 0.2.0 reads; this version reads formats {FIRST} to "
+            f"{FORMAT}: resume from it with fabricamp 0.2.0, and use a checkpoint that this run writes"
+        )
     try:
-        for step in _STEPS[written:]:
+        for step in _STEPS[written - FIRST :]:
             step(state)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
@@ -68,25 +81,6 @@ def upgraded(state: StateDict, path: str) -> StateDict:
         ) from error
     state["format"] = FORMAT
     return state
-
-
-def _name_fields(state: StateDict) -> None:
-    """Converts format 0: step statuses and descriptions of logged values were lists, in its first files without the last item."""
-    scaler = state.get("amp", {}).get("scaler")
-    if scaler is not None:
-        scaler["known"] = _named(_VERDICT, scaler["known"], False)
-    for rank in state.get("loops", {}).get("fit", {}).get("metrics", ()):
-        for cell in rank["table"]["cells"]:
-            cell["published"] = _named(_PUBLISHED, cell["published"], -1)
-        for flush in rank["pending"]:
-            flush["rows"] = [_named(_ROW, row) for row in flush["rows"]]
-            for row in flush["rows"]:
-                row["published"] = [_named(_PUBLISHED, values, -1) for values in row["published"]]
-
-
-def _count_epochs(state: StateDict) -> None:
-    """Converts format 1: its key "epoch" was the number of finished epochs; Lightning's is the index of the current epoch."""
-    state.setdefault("loops", {}).setdefault("fit", {})["epoch"] = state.get("epoch", 0)
 
 
 def _rename_keys(state: StateDict) -> None:
@@ -97,16 +91,17 @@ def _rename_keys(state: StateDict) -> None:
     """
     for path, names in _RENAMED:
         for values in _dicts_at(state, path.split(".")):
-            renamed = {names.get(key, key): value for key, value in values.items()}
+            renamed = _renamed(values, names)
             values.clear()
             values.update(renamed)
     for shards in _dicts_at(state, ["shards"]):
         shards["renamed"] = {"loops/fit/accumulation/": "loops/fit/window/"}
     for amp in _dicts_at(state, ["amp"]):
-        if "scaler" in amp:
-            from fabricamp.precision.loss_scaler import with_current_keys
-
-            amp["scaler"] = with_current_keys(amp["scaler"])
+        scaler = amp.get("scaler")
+        if isinstance(scaler, dict) and scaler.keys() >= {"window", "windows", "scalers", "ring", "known"}:
+            amp["scaler"] = renamed = _renamed(scaler, _OF_SCALER)
+            renamed["step_state"] = _renamed(renamed["step_state"], _OF_SCALE)
+            renamed["scalers"] = [_renamed(scale, _OF_SCALE) for scale in renamed["scalers"]]
 
 
 def _dicts_at(value: object, path: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -127,11 +122,8 @@ def _dicts_at(value: object, path: Sequence[str]) -> Iterator[dict[str, Any]]:
         yield from _dicts_at(part, rest)
 
 
-def _named(names: tuple[str, ...], values: list[Any], last: object = None) -> dict[str, Any]:
-    """Returns ``values`` by name; ``last`` fills in the last value if it is missing."""
-    if len(values) < len(names):
-        values = [*values, last]
-    return dict(zip(names, values, strict=True))
+def _renamed(values: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    return {names.get(key, key): value for key, value in values.items()}
 
 
-_STEPS: Final = (_name_fields, _count_epochs, _rename_keys)
+_STEPS: Final = (_rename_keys,)

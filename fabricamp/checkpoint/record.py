@@ -12,7 +12,7 @@ import torch
 
 from fabricamp.checkpoint.checkpoint_io import load_by, reads_own_files, save_by, wait_for, writes_own_files
 from fabricamp.checkpoint.form import form_of
-from fabricamp.checkpoint.formats import FORMAT, upgraded
+from fabricamp.checkpoint.formats import FORMAT
 from fabricamp.errors import CheckpointError, FabricampError
 
 if TYPE_CHECKING:
@@ -95,11 +95,7 @@ class Record:
         return checkpoint
 
     def restore(self, checkpoint: StateDict, path: str, *names: str) -> None:
-        """Restores the named sections, or all if none is named, from the ``checkpoint`` read from ``path``.
-
-        A result of :meth:`save` that an earlier version kept by itself is converted in place first.
-        """
-        checkpoint = upgraded(checkpoint, path)
+        """Restores the named sections, or all if none is named, from the ``checkpoint`` read from ``path``."""
         for section in self._selected(names):
             try:
                 section.restore(checkpoint, path)

@@ -584,7 +584,7 @@ class Feed:
         self._resumed_at_end = self.last
         self._loaded = state
         self._has_begun = bool(state.get("earlier_pass", True))
-        self._choose_orders(state.get("orders"), positions)
+        self._choose_orders(state["orders"], positions)
         if self.last:
             self._resume = {"batches": 0, "positions": positions} if positions else None
             self._ends_with_loader = bool(positions)
@@ -598,17 +598,13 @@ class Feed:
             return self._combined.batches_before(positions)
         return batches_before(self._loader, positions[0])
 
-    def _choose_orders(self, orders: list[StateDict | None] | None, positions: list[StateDict]) -> None:
-        """Continues with the sample orders of the resumed run; ``orders`` is None for a checkpoint that does not store them."""
-        for member, order, position in itertools.zip_longest(self._members, orders or (), positions):
+    def _choose_orders(self, orders: list[StateDict | None], positions: list[StateDict]) -> None:
+        """Continues with the sample orders of the resumed run."""
+        for member, order, position in itertools.zip_longest(self._members, orders, positions):
             sampler = own_sampler(member)
             if position is not None:
                 convert(member, order, position)
-            if sampler is None:
-                continue
-            if orders is None:
-                sampler.resume_without_state()
-            elif order is not None:
+            if sampler is not None and order is not None:
                 sampler.resume(order, draws_of(position or {}))
 
 

@@ -268,9 +268,7 @@ def _train_sampler(
     """Returns a rank's sampler; it also has the order of a single process or of several ranks, in which the run may have begun."""
     dataset: Any = loader.dataset
     size = len(dataset)
-    own_generator = loader.generator or getattr(sampler, "generator", None)
-    earlier_seed = seed if own_generator is None else own_generator.initial_seed()
-    options: dict[str, Any] = {"rank": rank, "world_size": world_size, "tags": tags, "earlier_seed": earlier_seed}
+    options: dict[str, Any] = {"rank": rank, "world_size": world_size, "tags": tags}
     if not (shuffle and isinstance(sampler, RandomSampler)):
         order = SeededOrder(size, shuffle=False, seed=seed)
         return TrainSampler(order, **options) if world_size == 1 else SharingSampler(dataset, order, **options)
@@ -379,7 +377,7 @@ def _resident_sampler(
         return EvalSampler(size, rank=rank, world_size=world_size, block=loader.batch_size if in_batches else 1)
     seed = seed if loader.seed is None else loader.seed
     order = SeededOrder(size, shuffle=shuffle and loader.shuffle, seed=seed)
-    return TrainSampler(order, rank=rank, world_size=world_size, earlier_seed=seed)
+    return TrainSampler(order, rank=rank, world_size=world_size)
 
 
 def _rebuilt(

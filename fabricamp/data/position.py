@@ -170,9 +170,6 @@ def enter(loader: Loader, position: StateDict) -> int:
     batches = int(position.get("batches", 0))
     sampler = own_sampler(loader)
     if sampler is not None:
-        if sampler.read_past:
-            sampler.read_past = False
-            return batches
         samples = _samples(loader, sampler, position)
         # At the beginning of a pass that has not begun, the draws in the position are those of the pass before.
         sampler.enter(samples, draws_of(position) if samples or position.get(BEGUN) else [])
@@ -195,12 +192,12 @@ def batches_before(loader: Loader, position: StateDict) -> int:
     sampler = own_sampler(loader)
     groups = _groups_of(loader)
     order: TrainSampler | LengthGroups
-    if sampler is not None and not sampler.read_past:
+    if sampler is not None:
         order = sampler
         start = _samples(loader, sampler, position)
         if known_length(loader) == math.inf:
             return start // _samples_of_a_batch(loader, sampler)
-    elif sampler is None and groups is not None:
+    elif groups is not None:
         order = groups
         start = _batches_of_all_ranks(groups, position)
     else:

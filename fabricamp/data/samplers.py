@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler
 
 from fabricamp._utils.types import StateDict
-from fabricamp.data.orders import DRAWN, IN_ORDER, SEEDED, Draw, DrawnOrder, GivenOrder, Order, numbers
+from fabricamp.data.orders import IN_ORDER, Draw, DrawnOrder, GivenOrder, Order, numbers
 from fabricamp.errors import ConfigError
 from fabricamp.rng import seeded
 
@@ -24,8 +24,7 @@ class TrainSampler(Sampler[Any]):
     ``len`` leaves them out until then, too.  It may be any number, so another number of ranks can continue in the same order.
     With ``tags``, each index comes as (tag, index), for :class:`SeededDataset`.
 
-    The order is ``order`` until :meth:`resume` gets the state of a run with one of ``others``.  ``earlier_seed`` is the shuffle
-    seed of runs with checkpoints that do not store the order.
+    The order is ``order`` until :meth:`resume` gets the state of a run with one of ``others``.
     """
 
     def __init__(
@@ -36,17 +35,13 @@ class TrainSampler(Sampler[Any]):
         world_size: int = 1,
         drop_last: bool = False,
         tags: bool = False,
-        earlier_seed: int = 0,
     ) -> None:
         self.order = order
         self.rank = rank
         self.world_size = world_size
         self.tags = tags
         self.start = 0
-        self.read_past = False
-        """Whether a resume point is reached by reading past batches: its checkpoint does not store how the order was drawn."""
         self._orders: dict[str, Order] = {known.rule: known for known in (order, *others)}
-        self._earlier_seed = earlier_seed
         self._rounding = 0 if drop_last else world_size - 1
 
     @property
@@ -62,14 +57,6 @@ class TrainSampler(Sampler[Any]):
         """Makes the next iteration continue, after ``start`` samples, the iteration with the recorded ``draws``."""
         self.start = start
         self.order.enter(start, draws)
-
-    def resume_without_state(self) -> None:
-        """Continues a run with a checkpoint that does not store its order: shuffled by ``earlier_seed`` if that order is known.
-
-        Else the own order stays, and a drawn order is read past up to the resume point.
-        """
-        self.resume({"rule": SEEDED, "seed": self._earlier_seed})
-        self.read_past = self.order.rule == DRAWN
 
     def resume(self, state: StateDict, draws: Sequence[Draw] = ()) -> None:
         """Continues with the order that returned ``state``, whatever the number of ranks in that run."""

@@ -42,9 +42,8 @@ class KernelChoice(Section):
         return {"loops.fit.kernel_choice": dispatch.settings.mode}
 
     def restore(self, checkpoint: StateDict, path: str) -> None:
-        """Restores the rule; other programs' files have none, and runs of earlier versions counted GPU time alone."""
-        earlier = "graph" if "fabricamp_version" in checkpoint else dispatch.settings.mode
-        saved = checkpoint.get("loops", {}).get("fit", {}).get("kernel_choice", earlier)
+        """Restores the rule; other programs' files have none."""
+        saved = checkpoint.get("loops", {}).get("fit", {}).get("kernel_choice", dispatch.settings.mode)
         try:
             set_kernel_choice(saved)
         except ConfigError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from fabricamp import ops
 from fabricamp.errors import NotCapturableError
 from fabricamp.gradients.buckets import RankSums
-from fabricamp.gradients.flat import IN_PLACE, FlatGradients, Gradients, Message, Transport
+from fabricamp.gradients.flat import IN_PLACE, FlatGradients, Gradients, Transport
 from fabricamp.ops.layouts import may_be_lazy
 from fabricamp.ops.uploads import is_capturing
 
@@ -159,21 +158,14 @@ class GradientMemory:
             return False
         if self.flat is None or not self.flat.messages:
             return not tensors
-        sizes = [tensor.numel() for tensor in tensors]
-        messages = self.flat.messages
-        packed_sizes = [_packed(message)[-1].stop for message in messages]  # of an older version
-        return sizes in ([message.flat.numel() for message in messages], packed_sizes)
+        return [tensor.numel() for tensor in tensors] == [message.flat.numel() for message in self.flat.messages]
 
     def take(self, tensors: Sequence[Tensor], sparse: Mapping[int, Tensor] = _NONE) -> None:
         """Resumes an accumulation from its saved :attr:`tensors` and :attr:`sparse`; flags mark the parameters with a gradient."""
         if self.flat is None:
             return
-        messages = self.flat.messages
-        if [tensor.numel() for tensor in tensors] == [message.flat.numel() for message in messages]:
-            for message, value in zip(messages, tensors, strict=True):
-                message.flat.copy_(value)
-        else:
-            self._take_packed(tensors)
+        for message, value in zip(self.flat.messages, tensors, strict=True):
+            message.flat.copy_(value)
         for index, saved in sparse.items():
             view = self.flat.views[index]
             value = saved.to(view.device, view.dtype).coalesce()
@@ -183,15 +175,6 @@ class GradientMemory:
                 view.add_(value)
         self._filled = True
         self._present = [flag != 0 for flag in self.flat.flags.tolist()]
-
-    def _take_packed(self, tensors: Sequence[Tensor]) -> None:
-        """Reads the layout of an older version: no gaps, and after each tensor the flags of its own parameters."""
-        assert self.flat is not None
-        for message, value in zip(self.flat.messages, tensors, strict=True):
-            *slices, flags = _packed(message)
-            for view, part in zip(message.views, slices, strict=True):
-                view.copy_(value[part].view(view.shape))
-            self.flat.flags[message.indices] = value[flags].to(self.flat.flags)
 
     def local(self) -> Gradients:
         """Returns this process's own gradients, not exchanged."""
@@ -239,12 +222,6 @@ class GradientMemory:
 def _lazy_gradients(parameters: Sequence[Tensor]) -> list[int]:
     """Returns the positions of parameters whose ``.grad`` may be a view that conjugates or negates its memory."""
     return [index for index, parameter in enumerate(parameters) if may_be_lazy(parameter)]
-
-
-def _packed(message: Message) -> list[slice]:
-    """Returns the slices of a message's members in the layout without gaps, and last the slice of their flags."""
-    ends = list(accumulate([member.numel() for member in message.members], initial=0))
-    return [slice(start, end) for start, end in pairwise([*ends, ends[-1] + len(message.members)])]
 
 
 def _flat_sums(parameters: Sequence[Tensor]) -> FlatGradients:

@@ -3,7 +3,7 @@
 from fabricamp.precision.base import PRECISIONS, Clip, Conversion, Precision
 from fabricamp.precision.float8 import Float8
 from fabricamp.precision.level import OptLevel
-from fabricamp.precision.loss_scaler import StepStatus, Verdict
+from fabricamp.precision.loss_scaler import StepStatus
 from fabricamp.precision.named import precision_from, precision_name
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "OptLevel",
     "Precision",
     "StepStatus",
-    "Verdict",
     "precision_from",
     "precision_name",
 ]

@@ -38,15 +38,6 @@ _FIRST_STEP, _FIRST_LOSS, _FIRST_SCALE, _FIRST_CHUNK = map(
     ops.StepState.word, ("first_window", "first_loss", "first_scale", "first_chunk")
 )
 
-_EARLIER_KEYS: Final = {
-    "window": "step_state",
-    "windows": "steps",
-    "known": "last_status",
-    "at_floor": "steps_at_min_scale",
-    "sticky": "keep_skipping",
-}
-_EARLIER_STEP_KEYS: Final = {"first_window": "first_step"}
-
 
 class StepStatus(NamedTuple):
     """The status of one step: applied or skipped, with scale, loss and counters; decided on the device, read by the host."""
@@ -58,9 +49,6 @@ class StepStatus(NamedTuple):
     skipped_steps: int
     ends_run: bool = False
     """Whether this step has to end the run: by ``nan_policy``, or because too many steps in a row were skipped."""
-
-
-Verdict = StepStatus  # its name in plug-ins and pickles of version 0.1.0
 
 
 class Overflow(NamedTuple):
@@ -353,8 +341,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Restores a :meth:`state_dict`, also an earlier version's; losses without an entry in it keep their scale."""
-        state = with_current_keys(state)
+        """Restores a :meth:`state_dict`; losses without an entry in it keep their scale."""
         self.state.load_state_dict(state["step_state"])
         for own, saved in zip(self.losses, state["scalers"], strict=False):
             own.load_state_dict(saved)
@@ -373,27 +360,9 @@ class LossScaler:
 def pending_in(state: StateDict) -> list[int | None]:
     """Returns of each step whose status the run that saved ``state`` had not read the number of applied steps; None if skipped.
 
-    ``state`` is a :meth:`LossScaler.state_dict`, also an earlier version's.
+    ``state`` is a :meth:`LossScaler.state_dict`.
     """
-    state = with_current_keys(state)
     ring = state["ring"].cpu()
     steps = range(max(int(state["steps"]) - LAG, 0), int(state["steps"]))
     words = [ring[step % len(ring)] for step in steps]
     return [int(status[_APPLIED]) if status[_FINITE] else None for status in words]
-
-
-def with_current_keys(state: Any) -> Any:
-    """Returns the ``state_dict()`` of an earlier version's :class:`LossScaler` with today's keys; any other value unchanged.
-
-    Files are not the only source of such a state: a pickled precision keeps one that it was given before its scaler existed.
-    """
-    if not isinstance(state, dict) or not state.keys() >= {"window", "windows", "scalers", "ring", "known"}:
-        return state
-    renamed = _renamed(state, _EARLIER_KEYS)
-    renamed["step_state"] = _renamed(renamed["step_state"], _EARLIER_STEP_KEYS)
-    renamed["scalers"] = [_renamed(scaler, _EARLIER_STEP_KEYS) for scaler in renamed["scalers"]]
-    return renamed
-
-
-def _renamed(values: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    return {names.get(key, key): value for key, value in values.items()}

@@ -74,22 +74,6 @@ def test_sections_are_saved_and_given_back_by_name():
     assert (whole.count, own.value) == (3, 4)
 
 
-def test_what_an_earlier_version_saved_by_name_is_given_back():
-    whole = Counter()
-    reason = Counter()
-    sections = [Part("counter", "loops.fit.counter", whole), Part("reason", "loops.fit.stop_reason", reason)]
-    record = Record(Strategy(), sections)
-    earlier = {
-        "format": 2,
-        "fabricamp_version": "0.1.0",
-        "loops": {"fit": {"counter": {"count": 4}, "stop": {"count": 5}}},
-    }
-    record.restore(earlier, "own.ckpt")
-    assert (whole.count, reason.count) == (4, 5)
-    with pytest.raises(CheckpointError, match=r"own\.ckpt has format 4 .* up to 3"):
-        record.restore({**earlier, "format": 4}, "own.ckpt")
-
-
 def test_what_cannot_be_given_back_names_file_and_section():
     record, *_ = two_sections(Strategy(), 3)
     content = record.save()

@@ -93,7 +93,7 @@ def test_a_flush_on_its_way_from_a_gpu_is_found_under_its_new_keys():
     published = Published("loss", "loss", True, "mean", False, True, False)
     row = {"published": [published._asdict()], "numbers": [1.0], "weights": [-1], "device": [0.5]}
     metrics = {"pending": [{"step": 4, "rows": [row]}]}
-    state = {"fabricamp_version": "0.1.0", "format": 2, "loops": {"fit": {"metrics": [metrics]}}}
+    state = {"fabricamp_version": "0.2.0", "format": 2, "loops": {"fit": {"metrics": [metrics]}}}
     (flush,) = upgraded(state, "gpu.ckpt")["loops"]["fit"]["metrics"][0]["pending"]
     (values,) = load_rows(flush.pop("ranks"))
     assert flush == {"step": 4}
@@ -104,7 +104,7 @@ def test_a_flush_on_its_way_from_a_gpu_is_found_under_its_new_keys():
 def test_a_limit_within_a_loader_that_is_read_past_is_found_under_its_new_keys():
     states = [{"rng": 1, "generators": []}]
     at_limit = {"places": [{"batches": 2, "drawn": states}], "drawn": states[0]}
-    state = {"fabricamp_version": "0.1.0", "format": 2, "data": {"position": [{"batches": 0, "ended": at_limit}]}}
+    state = {"fabricamp_version": "0.2.0", "format": 2, "data": {"position": [{"batches": 0, "ended": at_limit}]}}
     assert upgraded(state, "own.ckpt")["data"]["position"] == [
         {"batches": 0, "at_limit": {"positions": [{"batches": 2, "rng_states": states}], "rng_states": states[0]}}
     ]
@@ -113,7 +113,7 @@ def test_a_limit_within_a_loader_that_is_read_past_is_found_under_its_new_keys()
 def test_values_of_users_and_plug_ins_keep_their_keys():
     own = {"stop": 1, "window": 2, "places": [{"drawn": 3, "groups": 4}], "cells": 5, "known": 6, "held": 7, "again": 8}
     state = {
-        "fabricamp_version": "0.1.0",
+        "fabricamp_version": "0.2.0",
         "format": 2,
         "amp": {"scaler": dict(own), "own": dict(own)},
         "callbacks": {"Own": dict(own)},
@@ -134,7 +134,15 @@ def test_values_of_users_and_plug_ins_keep_their_keys():
     }
 
 
-@pytest.mark.parametrize("amp", [None, [1], "own", {"scaler": None}, {"scaler": [1]}])
+@pytest.mark.parametrize(
+    "amp",
+    [
+        None,
+        [1],
+        "own",
+        *({"scaler": own} for own in (None, [1], {}, {"scale": 4.0, "window": 3}, {"windows": 1, "known": 2})),
+    ],
+)
 def test_a_precision_of_another_layout_stays_as_it_is(amp):
-    state = {"fabricamp_version": "0.1.0", "format": 2, "amp": copy.deepcopy(amp), "data": {"position": [{}, None]}}
+    state = {"fabricamp_version": "0.2.0", "format": 2, "amp": copy.deepcopy(amp), "data": {"position": [{}, None]}}
     assert upgraded(state, "own.ckpt")["amp"] == amp

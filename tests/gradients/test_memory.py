@@ -65,27 +65,6 @@ def test_a_parameter_takes_part_that_any_micro_batch_reached():
         assert mine is None or torch.equal(mine, theirs)
 
 
-def test_a_window_that_an_older_version_saved_goes_on():
-    """The earlier format: one tensor per dtype without gaps, followed by one flag for each parameter of this dtype."""
-    owners = parameters()
-    memory = GradientMemory(owners, sums=True)
-    backward(owners, 1, skip=(0, 3))
-    memory.add()
-    old = []
-    for dtype in (torch.float32, torch.float64):
-        own = [place for place, view in enumerate(memory.flat.views) if view.dtype == dtype]
-        sums = [memory.flat.views[place].reshape(-1) for place in own]
-        old.append(torch.cat([*sums, torch.tensor([float(place not in (0, 3)) for place in own], dtype=dtype)]))
-    other = GradientMemory(parameters(), sums=True)
-    assert other.fits(old)
-    other.take(old)
-    for mine, theirs in zip(memory.tensors, other.tensors, strict=True):
-        assert torch.equal(mine, theirs)
-    assert [one is None for one in other.local().tensors] == [True, False, False, True, False, False]
-    assert not other.fits(old[:1])
-    assert not other.fits([old[0][:-1], old[1]])
-
-
 def test_parameters_that_come_later_leave_the_sums_as_they_are():
     owners = parameters()
     memory = GradientMemory(owners[2:], sums=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fabricamp.precision import OptLevel
-from fabricamp.precision.loss_scaler import LAG, LossScaler, with_current_keys
+from fabricamp.precision.loss_scaler import LAG, LossScaler
 from tests.trainer.test_resume import assert_equal
 
 
@@ -163,36 +163,16 @@ def test_what_is_launched_and_what_only_the_host_does_are_two_halves(losses):
     assert scaler.known.skipped_steps == 1
 
 
-EARLIER_KEYS = {
-    "window": "step_state",
-    "scalers": "scalers",
-    "ring": "ring",
-    "windows": "steps",
-    "known": "last_status",
-    "at_floor": "steps_at_min_scale",
-    "sticky": "keep_skipping",
-}
-
-
-def in_earlier_words(state):
-    """A scaler's state as versions up to format 2 of checkpoints wrote it."""
-    result = {old: state[new] for old, new in EARLIER_KEYS.items()}
-    assert len(result) == len(state)
-    for words in (result["window"], *result["scalers"]):
-        words["first_window"] = words.pop("first_step")
-    return result
-
-
 @pytest.mark.parametrize("by_pickle", [False, True])
-def test_a_state_under_the_keys_of_an_earlier_version_goes_on(by_pickle):
+def test_a_saved_state_goes_on(by_pickle):
     options = {"minimum": 2.0**15, "sticky": True}
     straight = LossScaler(**options)
     for finite in (1, 0, 0):
         straight.state.finite.mul_(finite)
         straight.close(torch.tensor(0.5))
-    saved = in_earlier_words(copy.deepcopy(straight.state_dict()))
-    assert saved["sticky"]
-    assert saved["window"]["first_window"].item() == 1
+    saved = copy.deepcopy(straight.state_dict())
+    assert saved["keep_skipping"]
+    assert saved["step_state"]["first_step"].item() == 1
     if by_pickle:  # given to a precision that has no scaler yet, and pickled with it
         early = OptLevel("O2", min_loss_scale=2.0**15)
         early.take_nan_policy("stop")
@@ -211,10 +191,3 @@ def test_a_state_under_the_keys_of_an_earlier_version_goes_on(by_pickle):
             statuses.append(scaler.close(torch.tensor(0.25)))
         assert statuses[0] == statuses[1]
     assert resumed.overflow == straight.overflow
-
-
-@pytest.mark.parametrize("state", [{}, None, [1], {"scale": 4.0, "window": 3}, {"windows": 1, "known": 2}])
-def test_a_plug_ins_own_state_keeps_its_keys(state):
-    before = copy.deepcopy(state)
-    assert with_current_keys(state) is state
-    assert state == before
