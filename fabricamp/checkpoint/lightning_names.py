@@ -5,8 +5,8 @@ packages (``hparams``, enums, ...) are named ``lightning.pytorch...``, and so ar
 All other objects of fabricamp are refused: Lightning could not rebuild them.  ``lightning_names.toml`` has the names.  The
 ``__module__`` of the classes does not change, so other pickles, such as those for spawned ranks, keep fabricamp's names.
 
-A pickler calls :func:`refuse_unnamed` in its ``reducer_override`` and passes its bytes through :func:`renamed`; an unpickler calls
-:func:`find_named` in its ``find_class``.  :class:`Pickler` and :class:`Unpickler` do just that.
+A pickler calls :func:`refuse_unnamed` in its ``reducer_override`` and passes its opcodes through :func:`renamed`;
+:class:`Unpickler` finds fabricamp's classes under both names.
 """
 
 from __future__ import annotations
@@ -91,10 +91,12 @@ def refuse_unnamed(value: object) -> None:
 
 
 def renamed(data: bytes) -> bytes:
-    """Returns the pickle ``data`` (of :data:`PROTOCOL`) with fabricamp's names replaced by Lightning's."""
+    """Returns ``data``, opcodes of :data:`PROTOCOL`, with fabricamp's names replaced by Lightning's."""
+    if pickle.GLOBAL + b"fabricamp." not in data:  # to read all opcodes takes longer than to pickle them
+        return data
     result = io.BytesIO()
     done = 0
-    for opcode, argument, position in pickletools.genops(data):
+    for opcode, argument, position in pickletools.genops(data + pickle.STOP):
         if opcode.name != "GLOBAL" or position is None:  # genops gives no position only for pickles read from a stream
             continue
         module, _, name = str(argument).partition(" ")  # genops puts a space between the two lines
@@ -133,26 +135,8 @@ def allowed_under_both_names() -> Iterator[None]:
         yield
 
 
-class Pickler(pickle.Pickler):
-    """Pickles for a file that may go to Lightning; call :meth:`dumped`."""
-
-    def __init__(self) -> None:
-        self._buffer = io.BytesIO()
-        super().__init__(self._buffer, protocol=PROTOCOL)
-
-    def reducer_override(self, value: object) -> Any:
-        """Refuses what Lightning could not rebuild; called for each value that is none of Python's own."""
-        refuse_unnamed(value)
-        return NotImplemented
-
-    def dumped(self, value: object) -> bytes:
-        """Returns the bytes of ``value``."""
-        self.dump(value)
-        return renamed(self._buffer.getvalue())
-
-
 class Unpickler(pickle.Unpickler):
-    """Rebuilds objects that :class:`Pickler` has written, whether Lightning's names can be imported or not."""
+    """Rebuilds any object, also one that is named as Lightning's, whether Lightning's names can be imported or not."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Returns fabricamp's class for a name of Lightning's."""

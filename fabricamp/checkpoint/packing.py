@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from fabricamp._utils.types import StateDict
-from fabricamp.checkpoint.objects import ObjectRef, PickledObjects, pickle_into, refusal
+from fabricamp.checkpoint.object_pickling import pickle_into
+from fabricamp.checkpoint.objects import ObjectRef, PickledObjects, refusal
 from fabricamp.checkpoint.plain import MAPPINGS, TENSORS, VALUES, check_content, name_of
 from fabricamp.errors import CheckpointError, CheckpointObjectsError
 from fabricamp.ops.shards import is_shard

@@ -16,7 +16,7 @@ from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.callbacks.early_stopping import EarlyStoppingReason
 from fabricamp.checkpoint import lightning_names, read_checkpoint
 from fabricamp.checkpoint.hyperparameters import Hyperparameters
-from fabricamp.checkpoint.lightning_names import Pickler, Unpickler
+from fabricamp.checkpoint.lightning_names import Unpickler, refuse_unnamed, renamed
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.state import RunningStage, TrainerFn, TrainerStatus
 from tests.lightning.forked_door import run_forked
@@ -28,6 +28,23 @@ VALUES = {
     "types": [fabricamp.LightningModule, fabricamp.Trainer, ModelCheckpoint, fabricamp.seed_everything],
     "within": partial(dict, kind=fabricamp.Callback),
 }
+
+
+class Pickler(pickle.Pickler):
+    """Pickles for a file that may go to Lightning."""
+
+    def __init__(self):
+        self.buffer = io.BytesIO()
+        super().__init__(self.buffer, protocol=2)
+
+    def reducer_override(self, value):
+        refuse_unnamed(value)
+        return NotImplemented
+
+    def dumped(self, value):
+        self.dump(value)
+        return renamed(self.buffer.getvalue())
+
 
 # Both programs run with the names of an installed Lightning, or of the alias, and have to print equal values.
 READS = """
@@ -107,8 +124,8 @@ def test_an_object_of_a_users_class_is_as_it_was():
     class Plain(fabricamp.Callback):
         pass
 
-    lightning_names.refuse_unnamed(Plain())
-    lightning_names.refuse_unnamed(Plain)
+    refuse_unnamed(Plain())
+    refuse_unnamed(Plain)
 
 
 def test_types_that_the_program_allows_are_known_by_both_names():

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from fabricamp import CheckpointError
-from fabricamp.checkpoint import object_files, read_checkpoint, read_header, write_checkpoint
+from fabricamp.checkpoint import closed_pickle, read_checkpoint, read_header, write_checkpoint
 from fabricamp.checkpoint.objects import ObjectRef
 from fabricamp.checkpoint.packing import pack_objects
 from fabricamp.checkpoint.search import Candidates
@@ -291,6 +291,23 @@ def test_many_objects_and_tensors(tmp_path):
         assert all(content["again"][number] is one for number, one in enumerate(content["many"]))
 
 
+def test_an_object_as_deep_as_pickle_writes_it(tmp_path):
+    """Pickle's own C code writes chains of 300 and more; its Python code stops below 200."""
+    chain = None
+    for _ in range(220):
+        chain = Encoder(chain)
+    write_checkpoint(tmp_path / "a.ckpt", pack_objects({"state_dict": {}, "chain": chain}))
+    export(str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt"))
+    for content in (
+        torch.load(tmp_path / "b.ckpt", weights_only=False),
+        read_checkpoint(tmp_path / "b.ckpt", weights_only=False),
+    ):
+        found = content["chain"]
+        for _ in range(220):
+            found = found.classes
+        assert found is None
+
+
 def test_the_key_of_the_objects_is_not_in_what_fabricamp_returns(tmp_path):
     write_checkpoint(tmp_path / "a.ckpt", pack_objects(a_state()))
     assert read_checkpoint(tmp_path / "a.ckpt", weights_only=False).keys() == a_state().keys()
@@ -394,7 +411,7 @@ def test_torchscript_in_the_guise_of_a_file_with_objects_runs_nothing(how, tmp_p
     with zipfile.ZipFile("module.pt") as source, zipfile.ZipFile("a.ckpt", "w") as target:
         for name in source.namelist():
             data = source.read(name)
-            target.writestr(name, object_files._BEGIN + data[2:] if name.endswith("/data.pkl") else data)
+            target.writestr(name, closed_pickle.BEGIN + data[2:] if name.endswith("/data.pkl") else data)
     with contextlib.suppress(CheckpointError):
         READS[how](str(tmp_path / "a.ckpt"))
     assert not Path("written_by_torchscript").exists()
@@ -410,7 +427,7 @@ def test_a_tar_file_before_the_zip_is_not_unpacked(how, tmp_path):
         tar.addfile(pipe)
     zipped = io.BytesIO()
     with zipfile.ZipFile(zipped, "w") as archive:
-        archive.writestr("m/data.pkl", object_files._BEGIN)
+        archive.writestr("m/data.pkl", closed_pickle.BEGIN)
     path.write_bytes(path.read_bytes() + zipped.getvalue())
     with contextlib.suppress(CheckpointError):
         READS[how](str(path))
