@@ -19,7 +19,7 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 EXTRAS := dev$(if $(HAS_GPU),$(COMMA)cuda13)
 WITH_CUDA := $(if $(HAS_GPU), and torch for CUDA of several GB)
 
-.PHONY: help setup demo test kernels sharded compiled services processes programs pages whole quick lint layers types format docs site aliases release libraries examples matrix installed
+.PHONY: help setup demo test kernels sharded compiled services processes programs pages whole quick lint layers types format docs site release libraries examples matrix installed
 
 help: ## what can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -119,9 +119,6 @@ types: $(STAMP) ## mypy, strict
 format: $(STAMP) ## formats, and corrects what ruff can correct
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
-
-aliases: $(STAMP) ## writes the modules that only give names of Lightning and apex another path
-	$(BIN)/python tools/write_aliases.py
 
 # LIBRARIES="darts rl4co": these alone.  Their environments stay in ~/.cache/fabricamp-libraries; to build all takes an hour on two cores.
 libraries: $(STAMP) ## trains libraries of the package index under Lightning and under fabricamp, and compares them

@@ -50,7 +50,7 @@ def test_the_wheel_holds_every_source_and_only_the_package(wheel):
         names = set(archive.namelist())
     sources = {
         str(file.relative_to(ROOT))
-        for pattern in ("*.py", "*.cu", "*.cuh", "dispatch.json", "py.typed")
+        for pattern in ("*.py", "*.cu", "*.cuh", "*.toml", "dispatch.json", "py.typed")
         for file in (ROOT / "fabricamp").rglob(pattern)
     }
     assert sources <= names

@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """Lightning's path to ``Accelerator``."""
 
 from fabricamp.launch.devices import Accelerator as Accelerator

@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """Lightning's path to ``CPUAccelerator``."""
 
 from fabricamp.launch.devices import CPUAccelerator as CPUAccelerator

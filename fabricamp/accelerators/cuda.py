@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """Lightning's path to ``CUDAAccelerator``."""
 
 from fabricamp.launch.devices import CUDAAccelerator as CUDAAccelerator

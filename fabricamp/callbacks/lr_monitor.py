@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """Lightning's path to the LearningRateMonitor."""
 
 from fabricamp.callbacks.learning_rate_monitor import LearningRateMonitor as LearningRateMonitor

@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """Lightning's path to the DataModule."""
 
 from fabricamp.data import DataModule as LightningDataModule

@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """Lightning's path to the module."""
 
 from fabricamp.module import TrainingModule as LightningModule

@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """Lightning's path to the class of the objects that ``self.optimizers()`` returns."""
 
 from fabricamp.engine.optimizer_setup import ManagedOptimizer as LightningOptimizer

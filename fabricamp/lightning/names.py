@@ -23,6 +23,7 @@ from typing import Any, Final
 from fabricamp._utils import lightning_alias
 from fabricamp.arguments.not_offered import words_for
 from fabricamp.errors import ConfigError, nearest
+from fabricamp.lightning import aliases
 
 PACKAGES: Final = ("lightning", "pytorch_lightning", "lightning_fabric")
 """The packages of Lightning's three distributions."""
@@ -36,7 +37,6 @@ PATH: Final = str(Path(__file__).parent / "_path")
 even if another version is installed, because no code of the installed one runs.
 """
 
-_HOME: Final = "fabricamp.lightning.packages"
 _VERSION_MODULES: Final = ("__about__", "__version__")
 _OF_THE_MODULE_ITSELF: Final = {
     "__builtins__", "__cached__", "__dir__", "__file__", "__getattr__", "__loader__", "__name__", "__package__", "__path__",
@@ -146,13 +146,13 @@ def _spec(name: str, path: str, home: ModuleSpec) -> ModuleSpec:
     if folders is not None:  # pkgutil lists the modules in them
         below = _found_below_fabricamp(path)
         more = [] if below is None else below.submodule_search_locations or []
-        spec.submodule_search_locations = list(dict.fromkeys([*folders, *more]))
+        spec.submodule_search_locations = list(dict.fromkeys([*aliases.path_of(home.name), *folders, *more]))
     return spec
 
 
 def _home_of(path: str) -> ModuleSpec | None:
     """Returns the spec of fabricamp's module with the names of ``lightning.path``; None if there is none."""
-    own = _found(f"{_HOME}.{path}".removesuffix("."))
+    own = _found(f"{aliases.HOME}.{path}".removesuffix("."))
     if (
         own is None and path.count(".") > 1
     ):  # not directly below ``pytorch``: fabricamp has modules there that Lightning lacks

@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """Lightning's path to the CSVLogger."""
 
 from fabricamp.loggers.csv import CSVLogger as CSVLogger

@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """Lightning's import path of the base class of strategies."""
 
 from fabricamp.strategies.base import Strategy as Strategy

@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """Lightning's path to the class of ``trainer.state``, and to the enums in it."""
 
 from fabricamp.state import RunningStage as RunningStage

@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """Lightning's path to a dict with its keys as attributes."""
 
 from fabricamp.checkpoint.hyperparameters import Hyperparameters as AttributeDict

@@ -14,18 +14,15 @@ import pytest
 import torch
 
 import fabricamp
+from fabricamp.lightning import aliases
 from fabricamp.strategies import STRATEGIES
 from tests.lightning.run import nearly
 from tests.lightning.test_door import DOOR, run
 from tests.lightning.test_names import alias as alias  # noqa: PLC0414 - a fixture
 
 HERE = Path(__file__).parent
-ROWS = tomllib.loads((HERE.parents[1] / "tools" / "aliases.toml").read_text())
-REFUSED = [
-    (path.removeprefix("lightning/packages/").removesuffix(".py").removesuffix("/__init__").replace("/", "."), name)
-    for path, row in ROWS.items()
-    for name in row.get("refused", [])
-]
+ROWS = tomllib.loads(Path(aliases.TABLE).read_text())
+REFUSED = [(path.removeprefix("lightning."), name) for path, row in ROWS.items() for name in row.get("refused", [])]
 BY_HAND = [
     ("fabric.fabric", "Fabric"),
     ("fabric.plugins.precision.precision", "Precision"),

@@ -268,7 +268,7 @@ FILES = """
         assert pl is lightning.pytorch and pl.__name__ == "lightning.pytorch"
         assert lightning_fabric is lightning.fabric and ModelCheckpoint is callbacks.ModelCheckpoint
         assert lightning_fabric.__version__ == pytorch_lightning.__version__ == importlib.metadata.version("lightning") == "2.6.6"
-        found = {one.__file__ for name, one in sys.modules.items() if name.split(".")[0] in PACKAGES}
+        found = [one.__file__ for name, one in sys.modules.items() if name.split(".")[0] in PACKAGES]
         return [file for file in found if f"{os.sep}fabricamp{os.sep}" not in file], len(found) > 10
 
     PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")

@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """apex's recurrent networks, built on torch's."""
 
 from fabricamp.apex.RNN.models import GRU as GRU

@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """apex's tools for scripts that convert a model to half, scale the loss and keep master weights themselves."""
 
 from fabricamp.apex.fp16_utils.fp16_optimizer import FP16_Optimizer as FP16_Optimizer

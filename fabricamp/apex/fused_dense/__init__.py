@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """apex's dense layers."""
 
 from fabricamp.apex.fused_dense.fused_dense import FusedDense as FusedDense

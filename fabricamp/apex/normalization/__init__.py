@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """apex's LayerNorm and RMSNorm."""
 
 from fabricamp.apex.normalization.fused_layer_norm import FusedLayerNorm as FusedLayerNorm

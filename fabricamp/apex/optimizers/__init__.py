@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """apex's fused optimizers: fabricamp's, with apex's state layout in addition, and the attributes that scripts read."""
 
 from fabricamp.apex.optimizers.fused_adagrad import FusedAdagrad as FusedAdagrad

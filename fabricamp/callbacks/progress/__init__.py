@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """Lightning's path to progress bars."""
 
 from fabricamp.callbacks.progress.rich_progress import RichProgressBar as RichProgressBar

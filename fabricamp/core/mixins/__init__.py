@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """Lightning's path to ``save_hyperparameters``."""
 
 from fabricamp.checkpoint.hyperparameters import HyperparametersMixin as HyperparametersMixin

@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """Lightning's path to plug-ins that write and read checkpoints."""
 
 from fabricamp.checkpoint.checkpoint_io import AsyncCheckpointIO as AsyncCheckpointIO

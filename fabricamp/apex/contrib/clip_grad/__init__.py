@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """Gradient clipping by norm in two passes over memory."""
 
 from fabricamp.apex.contrib.clip_grad.clip_grad import clip_grad_norm_ as clip_grad_norm_

@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """apex's path to ``clip_grad_norm_``."""
 
 from fabricamp.ops import clip_grad_norm_ as clip_grad_norm_

@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """apex's path to ``index_mul_2d``."""
 
 from fabricamp.ops import index_mul_2d as index_mul_2d

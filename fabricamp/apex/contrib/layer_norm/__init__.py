@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """LayerNorm under its name in apex.contrib."""
 
 from fabricamp.apex.contrib.layer_norm.layer_norm import FastLayerNorm as FastLayerNorm

@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """The old FusedLAMB: the class of ``apex.optimizers``."""
 
 from fabricamp.apex.optimizers import FusedLAMB as FusedLAMB

@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """The old FusedSGD: the class of ``apex.optimizers``."""
 
 from fabricamp.apex.optimizers import FusedSGD as FusedSGD

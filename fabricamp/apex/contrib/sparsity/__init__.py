@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """Weights with two zeros in every four, which sparse tensor cores multiply at twice the speed."""
 
 from fabricamp.apex.contrib.sparsity.asp import ASP as ASP

@@ -1,4 +1,3 @@
-# Written by tools/write_aliases.py
 """Cross-entropy of logits in one pass, with label smoothing."""
 
 from fabricamp.apex.contrib.xentropy.softmax_xentropy import SoftmaxCrossEntropyLoss as SoftmaxCrossEntropyLoss

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import socket
 
-from fabricamp.lightning.packages.fabric.plugins.environments import LightningEnvironment as LightningEnvironment
+from fabricamp.lightning.packages.fabric.plugins.environments import (
+    LightningEnvironment as LightningEnvironment,  # type: ignore[attr-defined]  # of a row in aliases.toml
+)
 
 
 def find_free_network_port() -> int:

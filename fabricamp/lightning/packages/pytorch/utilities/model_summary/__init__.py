@@ -6,7 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from fabricamp.lightning import aliases
 from fabricamp.utilities.model_summary import LayerSummary, ModelSummary, summarize
+
+__path__ = aliases.path_of(__name__)
 
 PARAMETER_NUM_UNITS = [" ", "K", "M", "B", "T"]
 UNKNOWN_SIZE = "?"

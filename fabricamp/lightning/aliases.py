@@ -1,0 +1,127 @@
+"""Modules that only hold names of other modules, or classes that are not offered: rows of ``aliases.toml``, where no file is.
+
+Python finds them as it finds files: the first entry in the ``__path__`` of their package is a place in the table, as other entries
+are folders, or places in a zip archive.  ``pkgutil`` lists them there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import tomllib
+from importlib import resources
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+HOME: Final = "fabricamp.lightning.packages"
+"""The package whose modules have the names of those of ``lightning``."""
+
+TABLE: Final = str(Path(__file__).with_name("aliases.toml"))
+"""The ``__file__`` of every row's module."""
+
+_ROOT: Final = Path(__file__).parents[2]
+_TOLD_APART: Final = ("connectors", "environments", "io", "launchers", "precision")
+"""Subpackages of Lightning with their own message in migration.toml."""
+
+
+@functools.cache
+def _rows() -> dict[str, dict[str, Any]]:
+    """Returns the table by the names of the modules; ``resources`` reads it from a zip archive too."""
+    text = resources.files(__package__).joinpath("aliases.toml").read_text(encoding="utf-8")
+    return {_home_of(name): row for name, row in tomllib.loads(text).items()}
+
+
+def _home_of(name: str) -> str:
+    """Returns the module that has the names of the module ``name`` of ``lightning``; any other name as it is."""
+    return f"{HOME}{name.removeprefix('lightning')}" if name.startswith("lightning.") else name
+
+
+def path_of(package: str) -> list[str]:
+    """Returns a ``__path__`` for ``package``: its place in the table, and the folder of its modules that are files."""
+    parts = package.split(".")
+    return [str(Path(TABLE, *parts)), str(_ROOT.joinpath(*parts))]
+
+
+class _Place:
+    """A finder of the rows directly below a package; Python asks the class for each new entry of a path."""
+
+    def __init__(self, entry: str) -> None:
+        if not entry.startswith(TABLE):
+            raise ImportError(f"{entry} is not in {TABLE}")
+        self._package = ".".join(Path(entry).relative_to(TABLE).parts)
+
+    @staticmethod
+    def find_spec(name: str, *_: Any) -> ModuleSpec | None:
+        """Returns the spec of a row's module; None if there is no such row."""
+        row = _rows().get(name)
+        if row is None:
+            return None
+        spec = ModuleSpec(name, _Loader(), origin=TABLE)  # type: ignore[arg-type]  # by its methods
+        spec.has_location = True
+        if row.get("package", False):
+            spec.submodule_search_locations = path_of(name)
+        return spec
+
+    def iter_modules(self, prefix: str = "") -> Iterator[tuple[str, bool]]:
+        """Yields the name of each row, after ``prefix``, and whether it is a package: for ``pkgutil``."""
+        for name, row in _rows().items():
+            package, _, last = name.rpartition(".")
+            if package == self._package:
+                yield prefix + last, row.get("package", False)
+
+
+class _Loader:
+    """Fills a module from its row."""
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Returns None, so that Python creates the module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Imports the row's names, and makes its classes that are not offered."""
+        row = _rows()[module.__name__]
+        names: dict[str, Any] = {}
+        has_all = row.get("all", False)
+        for one in row.get("names", ()):
+            home, _, name = one.partition(":")
+            imported = importlib.import_module(_home_of(home))
+            original, _, alias = name.partition(" as ")
+            if original == "*":
+                names.update({key: getattr(imported, key) for key in imported.__all__})
+            else:
+                names[alias or original] = getattr(imported, original)
+            has_all = has_all or original == "*" or bool(alias)
+        refused = row.get("refused", ())
+        names.update({name: _refused(name, module.__name__) for name in refused})
+        if has_all or refused:
+            names["__all__"] = [*names]
+        vars(module).update(names, __doc__=row["doc"])
+
+
+def _refused(name: str, module: str) -> type:
+    """Returns a class of the module that raises when it is constructed."""
+    from fabricamp.lightning.refused import Refused
+
+    attributes = {
+        "__doc__": "Not offered: constructing it raises.",
+        "__module__": module,
+        "_lightnings_name": f"{_part_of_lightning(module)}.{name}",
+    }
+    return type(name, (Refused,), attributes)
+
+
+def _part_of_lightning(module: str) -> str:
+    """Returns the part of Lightning that a module belongs to, such as "plugins" or "fabric"."""
+    distribution, part, *below = module.removeprefix(f"{HOME}.").split(".")
+    if distribution == "fabric" and part != "plugins":
+        return "fabric"
+    return f"{part}.{below[0]}" if below and below[0] in _TOLD_APART else part
+
+
+# The first: in a zip archive, Python's own would take a place in the table for a folder of the archive.
+sys.path_hooks.insert(0, _Place)

@@ -1,4 +1,0 @@
-# Written by tools/write_aliases.py
-"""Lightning's path to the CSVLogger."""
-
-from fabricamp.loggers import CSVLogger as CSVLogger

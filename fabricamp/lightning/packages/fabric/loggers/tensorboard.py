@@ -1,4 +1,0 @@
-# Written by tools/write_aliases.py
-"""Lightning's path to the TensorBoardLogger."""
-
-from fabricamp.loggers import TensorBoardLogger as TensorBoardLogger

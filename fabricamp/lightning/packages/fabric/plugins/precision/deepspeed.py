@@ -1,4 +1,0 @@
-# Written by tools/write_aliases.py
-"""Lightning's path to DeepSpeedPrecision."""
-
-from fabricamp.lightning.packages.fabric.plugins.precision import DeepSpeedPrecision as DeepSpeedPrecision

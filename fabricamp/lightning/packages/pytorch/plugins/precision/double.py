@@ -1,4 +1,0 @@
-# Written by tools/write_aliases.py
-"""Lightning's path to DoublePrecision."""
-
-from fabricamp.lightning.packages.pytorch.plugins.precision import DoublePrecision as DoublePrecision

@@ -1,2 +1,0 @@
-# Written by tools/write_aliases.py
-"""The package of Lightning's connectors; fabricamp's Trainer has their values as its own attributes."""
