@@ -7,7 +7,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import fabricamp.messages  # noqa: F401 - sets up the logger for all messages
-from fabricamp._utils import earlier_names
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -123,5 +122,4 @@ class _NotOffered:
         return None
 
 
-earlier_names.install()
 sys.meta_path.append(_NotOffered)

@@ -46,7 +46,7 @@ class CudaGraph(NamesKeywords):
     steps: int
     check_every: int
     required: bool
-    hook_entries: tuple[tuple[str | int, ...], ...] = ()  # a pickle of an earlier version has none
+    hook_entries: tuple[tuple[str | int, ...], ...]
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ import enum
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from fabricamp.agenda import Agenda
 
@@ -182,7 +182,6 @@ class RunState:
     ahead = _OfPart[bool]("user_call", "ahead")
     capturing = _OfPart[bool]("user_call", "capturing")
 
-    _asks = _OfPart[bool]("stop_request", "asks")  # in pickles of earlier versions
     agreed = _OfPart[bool]("stop_request", "agreed")
     stop_reason = _OfPart[str]("stop_request", "reason")
     stop_explanation = _OfPart[str]("stop_request", "explanation")
@@ -194,19 +193,10 @@ class RunState:
     hold_evaluated = _OfPart[int]("agenda", "hold_evaluated")
     passed = _OfPart[float]("agenda", "passed")
 
-    agenda: Agenda
-    stop_request: StopRequest
-    user_call: UserCall
-
-    def __new__(cls) -> Self:
-        """Makes the parts here: pickles of earlier versions restore their values by name, and do not call ``__init__``."""
-        state = super().__new__(cls)
-        state.agenda = Agenda()
-        state.stop_request = StopRequest()
-        state.user_call = UserCall()
-        return state
-
     def __init__(self) -> None:
+        self.agenda = Agenda()
+        self.stop_request = StopRequest()
+        self.user_call = UserCall()
         self.fn: TrainerFn | None = None
         self.stage: RunningStage | None = None
         self.status = TrainerStatus.INITIALIZING

@@ -16,7 +16,6 @@ NAMES = {
     "num_dataloaders": 3,
     "ahead": True,
     "capturing": True,
-    "_asks": True,
     "agreed": True,
     "stop_reason": "enough",
     "stop_explanation": "why",

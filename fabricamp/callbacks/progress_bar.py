@@ -89,11 +89,6 @@ class ProgressBar(Callback):
     def __getstate__(self) -> StateDict:
         return {**vars(self), "_trainer": None}
 
-    def __setstate__(self, state: StateDict) -> None:
-        # Attributes of earlier versions that are properties now.
-        names = {"is_enabled": "_enabled", "refresh_rate": "_refresh_rate"}
-        vars(self).update({names.get(name, name): value for name, value in state.items()})
-
     # -- for subclasses ------------------------------------------------------------------------------------------------
 
     def get_metrics(self, trainer: Trainer, pl_module: TrainingModule) -> dict[str, Any]:

@@ -112,18 +112,6 @@ class Runner:
         earlier = {"_earlier_lengths": self._lengths(), "_earlier_metrics": self._published()}
         return {**self.__dict__, "session": None, "_running": None, **earlier}
 
-    def __setstate__(self, state: StateDict) -> None:
-        # A pickle of version 0.1.0 has none of these, nor a root folder.
-        added_since: dict[str, Any] = {
-            "_earlier_lengths": {},
-            "_earlier_metrics": None,
-            "_running": None,
-            "around": None,
-        }
-        self.__dict__.update({**added_since, **state})
-        if "root_folder" not in state:
-            self.root_folder = storage.normalized(self.settings.default_root_dir)
-
     @contextlib.contextmanager
     def runs(self, fn: TrainerFn) -> Iterator[None]:
         """A context around all code of the user's that an entry point calls: :meth:`refuse_fit_within_a_run` then raises."""

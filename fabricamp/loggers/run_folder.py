@@ -218,10 +218,6 @@ class RunFolderLogger(Logger, Generic[Content, Position]):
 
     def __setstate__(self, state: StateDict) -> None:
         self.__dict__.update(state)
-        root = self.__dict__.pop("_root", None)
-        if root is not None:  # a pickle of version 0.1.0, whose root includes the name
-            parts = len(Path(state["name"]).parts)
-            self._saves_in = Path(*root.parts[: len(root.parts) - parts])
         self._begin_anew(state["_waiting"])
 
 

@@ -205,11 +205,6 @@ class OptLevel(Precision):
         scaling.early = self._scaling.early
         return {**self.__dict__, "_scaling": scaling, "verdicts": None}
 
-    def __setstate__(self, state: StateDict) -> None:
-        """Restores the state, also one from a pickle of version 0.1.0, which has no ``_stages_of``."""
-        self.__dict__.update({"_stages_of": None, **state})
-        self.__dict__.pop("_stepper", None)
-
     def take_nan_policy(self, policy: str | None) -> None:
         """Sets the policy for non-finite gradients; called before the module is converted."""
         if policy != self._nan_policy:

@@ -79,11 +79,6 @@ class MasterWeights:
         """Returns the state without what belongs to a fit that is under way."""
         return {**self.__dict__, "module": None, "_unseen": UnseenEdits()}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores the state, also one from a pickle of an earlier version, which has fewer attributes."""
-        MasterWeights.__init__(self)
-        self.__dict__.update(state)
-
     def convert(self, tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
         """Rounds ``tensors`` to ``dtype`` in place and keeps their fp32 values."""
         for tensor in tensors:

@@ -27,8 +27,7 @@ from fabricamp.strategies.capabilities import (
     UNSHARDED,
     Membership,
     Sharding,
-    adopt_capabilities,
-    earlier_member,
+    check_class,
 )
 from fabricamp.strategies.capabilities import ShardPlan as ShardPlan
 from fabricamp.strategies.lightning_names import LightningNames
@@ -108,7 +107,7 @@ class Strategy(LightningNames, NamesKeywords):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        adopt_capabilities(cls)
+        check_class(cls)
 
     def __init__(self) -> None:
         self.environment = Environment()
@@ -117,16 +116,6 @@ class Strategy(LightningNames, NamesKeywords):
     def __getstate__(self) -> StateDict:
         """Returns the state without the reference to the last run."""
         return {key: value for key, value in self.__dict__.items() if key != "_session"}
-
-    if not TYPE_CHECKING:  # the type checker would take any name for an attribute
-
-        def __getattr__(self, name: str) -> Any:
-            """Returns a capability's member, for callbacks written for earlier versions, which ask the strategy for it."""
-            try:
-                return earlier_member(self.sharding, self.membership, name)
-            except AttributeError:
-                pass
-            return object.__getattribute__(self, name)  # raises the error of the first look-up, that of a property too
 
     @property
     @final

@@ -118,52 +118,43 @@ UNSHARDED: Final = Sharding()
 FIXED: Final = Membership()
 """The membership of a strategy whose processes stay the same in a run."""
 
-_FORM: Final = "checkpoint_form"
-_FORMS: Final = {"file": False, "folder": True}
+_MEMBERS: Final = {
+    capability: frozenset(name for name in vars(capability) if not name.startswith("_"))
+    for capability in (Sharding, Membership)
+}
+_FORM: Final = "checkpoint_form"  # an own name for what follows from ``shards``
 
 
-def adopt_capabilities(cls: type) -> None:
-    """Gives a new class of a strategy the capabilities whose members it overrides, among its bases.
+def check_class(cls: type) -> None:
+    """Raises :class:`ConfigError` for a strategy's class that has members of a capability without the capability as a base.
 
-    Strategies written for earlier versions need it: these members were those of ``Strategy``, which such a class overrides and
-    calls through ``super()``.  Raises :class:`ConfigError` for a ``checkpoint_form`` other than "file" and "folder", which is the
-    earlier name of :attr:`Sharding.shards`.
+    Nothing would ask for them.
     """
-    if _FORM in vars(cls):
-        form = vars(cls)[_FORM]
-        if form not in _FORMS:
+    if hasattr(cls, _FORM):
+        raise ConfigError(
+            f"{cls.__name__}.{_FORM} is read by nothing; for checkpoints that are folders write shards = True, with "
+            f"{_name(Sharding)} among the bases"
+        )
+    for capability, members in _MEMBERS.items():
+        found = sorted(name for name in members if hasattr(cls, name))
+        if found and not issubclass(cls, capability):
             raise ConfigError(
-                f"{cls.__name__}.checkpoint_form={form!r} has to be 'file' or 'folder'; or write shards = True, with "
-                "fabricamp.strategies.Sharding among the bases"
-            )
-        cls.shards = _FORMS[form]  # type: ignore[attr-defined]  # a class variable of Sharding
-    for capability in (Sharding, Membership):
-        members = (name for name in vars(capability) if not name.startswith("_"))
-        if not issubclass(cls, capability) and any(hasattr(cls, name) for name in members):
-            # Last in the order of the classes: it overrides nothing, and super() finds its methods.
-            cls.__bases__ = (*cls.__bases__, capability)
-
-
-def check_members(strategy: object) -> None:
-    """Raises :class:`ConfigError` for a capability's members that are set on the object of a strategy without the capability.
-
-    Nothing would read them there.
-    """
-    for capability in (Sharding, Membership):
-        members = {name for name in vars(capability) if not name.startswith("_")}
-        is_set = sorted((members | {_FORM}) & vars(strategy).keys())
-        if is_set and not isinstance(strategy, capability):
-            raise ConfigError(
-                f"{type(strategy).__name__} sets {', '.join(is_set)} on the object, where nothing reads it; set it in the class, "
-                f"with fabricamp.strategies.{capability.__name__} among the bases"
+                f"{cls.__name__} has {', '.join(found)}, and nothing asks for that without {_name(capability)} among the bases; "
+                f"add it, as in class {cls.__name__}({', '.join(base.__name__ for base in cls.__bases__)}, {capability.__name__})"
             )
 
 
-def earlier_member(sharding: Sharding, membership: Membership, name: str) -> object:
-    """Returns the member of a capability that was one of ``Strategy`` in earlier versions; raises AttributeError for others."""
-    if name == _FORM:
-        return "folder" if sharding.shards else "file"
-    for capability, part in ((Sharding, sharding), (Membership, membership)):
-        if name in vars(capability) and not name.startswith("_"):
-            return getattr(part, name)
-    raise AttributeError(name)
+def check_object(strategy: object) -> None:
+    """Raises :class:`ConfigError` as :func:`check_class` does, also for members that are set on the object."""
+    check_class(type(strategy))
+    for capability, members in _MEMBERS.items():
+        found = sorted((members | {_FORM}) & vars(strategy).keys())
+        if _FORM in found or (found and not isinstance(strategy, capability)):
+            raise ConfigError(
+                f"{type(strategy).__name__} sets {', '.join(found)} on the object, where nothing reads it; set it in the class, "
+                f"with {_name(capability)} among the bases"
+            )
+
+
+def _name(capability: type) -> str:
+    return f"fabricamp.strategies.{capability.__name__}"

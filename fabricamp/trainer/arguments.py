@@ -162,14 +162,6 @@ class Settings:
     left_by_schedule: int = 1
     """``accumulate_grad_batches`` after the last fit's schedule; another schedule may replace this value."""
 
-    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
-        # A pickle of version 0.1.0 has no ``checkpoint_objects``; one of 0.2.0 may have a dict as ``compile``.
-        values = {"checkpoint_objects": False, **state[1]}
-        if isinstance(values.get("compile"), Mapping):
-            values["compile"] = as_compile("compile", values["compile"])
-        for name, value in values.items():
-            setattr(self, name, value)
-
     @property
     def most_accumulated(self) -> int:
         """The largest number of micro-batches in a step."""

@@ -690,12 +690,6 @@ def test_a_pickled_bar_holds_neither_a_trainer_nor_a_subclass_s_bar():
         copied.train_progress_bar  # noqa: B018 - reading it raises
 
 
-def test_a_bar_that_an_earlier_version_pickled_stays_as_it_was():
-    bar = object.__new__(TQDMProgressBar)
-    bar.__setstate__({"is_enabled": False, "refresh_rate": 0})
-    assert (bar.is_enabled, bar.is_disabled, bar.refresh_rate, bar.process_position) == (False, True, 0, 0)
-
-
 @pytest.mark.parametrize("family", [ProgressBar, TQDMProgressBar])
 def test_a_subclass_may_set_attributes_that_the_bar_has_too(family):
     class Mine(family):

@@ -387,12 +387,3 @@ def test_the_forms_of_the_argument(form):
     given, meant = FORMS[form]
     assert settings(quiet_trainer(compile=given)).compile == meant
     assert pickle.loads(pickle.dumps(meant)) == meant
-
-
-def test_a_pickled_trainer_with_a_dict_is_loaded():
-    given = settings(quiet_trainer(compile={"fullgraph": True}))
-    state = given.__reduce_ex__(2)[2]
-    state[1]["compile"] = {"fullgraph": True}  # as version 0.2.0 kept it
-    loaded = object.__new__(type(given))
-    loaded.__setstate__(state)
-    assert loaded.compile == Compile(fullgraph=True)

@@ -1,9 +1,6 @@
-"""The capabilities of strategies, and strategies of earlier versions, which had their members in ``Strategy``."""
+"""The capabilities of strategies: who has one is asked, and a member without one is refused."""
 
 from __future__ import annotations
-
-import copy
-import pickle
 
 import pytest
 import torch
@@ -36,76 +33,98 @@ def test_processes_that_come_and_go_step_together():
     assert not Strategy().lockstep
 
 
-class Earlier(Strategy):
-    """As for version 0.1: it overrides members that were those of Strategy."""
+class Joined:
+    """A member of a capability, from a class that is no strategy."""
 
-    checkpoint_form = "folder"
-    owns_master_weights = True
-
-    def __init__(self):
-        super().__init__()
-        self.settled = []
-
-    def settle_module(self, module):
-        self.settled.append(module)
-        super().settle_module(module)
-
-    def shard_module(self, module, plan):
-        return super().shard_module(module, plan) or "sharded by hand"
-
-
-class Mixin:
     def begin_step(self):
         self.begun = True
         super().begin_step()
 
 
-class EarlierByMixin(Mixin, Strategy):
-    heals = True
+def test_what_a_strategy_with_the_capability_overrides_is_called():
+    class Folders(Strategy, Sharding):
+        shards = True
 
+        def settle_module(self, module):
+            self.settled = module
+            super().settle_module(module)
 
-class Child(Earlier):
-    checkpoint_form = "file"
+    class ByMixin(Joined, Strategy, Membership):
+        heals = True
 
-
-def test_what_a_strategy_of_an_earlier_version_overrides_is_called():
-    strategy, module = Earlier(), torch.nn.Linear(1, 1)
+    strategy, module = Folders(), torch.nn.Linear(1, 1)
     assert strategy.sharding is strategy
     assert strategy.membership is FIXED
-    assert (strategy.sharding.shards, strategy.sharding.owns_master_weights) == (True, True)
     strategy.sharding.settle_module(module)
-    assert strategy.settled == [module]
-    assert strategy.sharding.shard_module(module, None) == "sharded by hand"
-    assert strategy.sharding.whole_gradients() == {}
+    assert strategy.settled is module
     assert form_of(strategy).all_ranks_write
-    assert not form_of(Child()).all_ranks_write
-    joined = EarlierByMixin()
+    joined = ByMixin()
     joined.membership.begin_step()
     assert joined.begun
     assert joined.lockstep
-    for one in (strategy, joined):
-        assert type(copy.deepcopy(one)) is type(pickle.loads(pickle.dumps(one))) is type(one)
+    quiet_trainer(strategy=joined)
 
 
-def test_an_unknown_form_is_refused_where_the_class_is_made():
+MEMBERS = {
+    "Sharding": ["shards", "owns_master_weights", "shard_module", "settle_module", "whole_gradients"],
+    "Membership": ["heals", "join", "begin_step", "end_steps"],
+}
+EVERY = [(capability, name) for capability, names in MEMBERS.items() for name in names]
+
+
+@pytest.mark.parametrize("base", [Strategy, DDP])
+@pytest.mark.parametrize(("capability", "name"), EVERY)
+def test_a_class_with_a_member_and_without_the_capability_is_refused_where_it_is_made(capability, name, base):
     with pytest.raises(
-        ConfigError, match=r"Tape\.checkpoint_form='tape' has to be 'file' or 'folder'; or write shards = True"
+        ConfigError,
+        match=rf"Own has {name}, and nothing asks for that without fabricamp\.strategies\.{capability} among the bases; "
+        rf"add it, as in class Own\({base.__name__}, {capability}\)",
     ):
-
-        class Tape(Strategy):
-            checkpoint_form = "tape"
+        type("Own", (base,), {name: True})
 
 
-def test_an_earlier_member_asked_of_any_strategy_is_the_capabilitys():
-    module = torch.nn.Linear(1, 1)
-    assert (FSDP().checkpoint_form, DDP().checkpoint_form) == ("folder", "file")
-    assert (FSDP().owns_master_weights, DDP().owns_master_weights) == (True, False)
-    assert (elastic().heals, DDP().heals) == (True, False)
-    assert DDP().settle_module(module) is None
-    assert DDP().whole_gradients() == {}
-    with pytest.raises(AttributeError, match="'DDP' object has no attribute 'settle_modules'"):
-        DDP().settle_modules  # noqa: B018
-    assert not hasattr(DDP(), "__len__")
+def test_a_mixin_s_member_and_that_of_the_other_capability_are_refused():
+    with pytest.raises(ConfigError, match=r"Own has begin_step, .* class Own\(Joined, Strategy, Membership\)"):
+
+        class Own(Joined, Strategy):
+            pass
+
+    with pytest.raises(ConfigError, match=r"Elastic has heals, join, .* class Elastic\(FSDP, Membership\)"):
+
+        class Elastic(FSDP):
+            heals = True
+
+            def join(self, state):
+                return None
+
+
+def test_a_subclass_of_a_strategy_with_the_capability_needs_no_more():
+    class Own(FSDP):
+        owns_master_weights = False
+
+    assert Own().sharding.owns_master_weights is False
+
+
+def test_a_member_that_a_class_gets_later_is_refused_by_the_trainer():
+    class Own(DDP):
+        pass
+
+    Own.heals = True
+    with pytest.raises(ConfigError, match="Own has heals, and nothing asks for that"):
+        quiet_trainer(strategy=Own())
+
+
+@pytest.mark.parametrize("base", [Strategy, DDP, FSDP])
+def test_a_name_for_the_form_is_refused_where_the_class_is_made(base):
+    with pytest.raises(ConfigError, match=r"Tape\.checkpoint_form is read by nothing; .* write shards = True, with"):
+
+        class Tape(base):
+            checkpoint_form = "folder"
+
+
+def test_other_strategies_have_no_member_of_a_capability():
+    members = [name for one in (Sharding, Membership) for name in vars(one) if not name.startswith("_")]
+    assert [name for name in members if hasattr(DDP(), name)] == []
 
 
 @pytest.mark.parametrize("name", ["checkpoint_form", "owns_master_weights", "unshard_module", "heals", "end_steps"])
@@ -116,13 +135,21 @@ def test_a_member_that_is_set_on_the_object_is_refused_by_name(name):
         quiet_trainer(strategy=strategy)
 
 
-def test_the_error_of_a_property_is_the_one_that_is_seen():
-    class Own(Strategy):
-        @property
-        def thing(self):
-            return self._missing
+@pytest.mark.parametrize(("name", "capability"), [("checkpoint_form", "Sharding"), ("heals", "Membership")])
+def test_the_same_for_a_strategy_with_the_other_capability(name, capability):
+    strategy = FSDP()
+    setattr(strategy, name, True)
+    with pytest.raises(
+        ConfigError, match=f"FSDP sets {name} on the object, .* fabricamp.strategies.{capability} among"
+    ):
+        quiet_trainer(strategy=strategy)
 
-    with pytest.raises(AttributeError, match="_missing"):
-        _ = Own().thing
-    with pytest.raises(AttributeError, match="'Own' object has no attribute 'other'"):
-        _ = Own().other
+
+def test_a_member_that_a_constructor_sets_is_refused_by_name():
+    class Own(Strategy):
+        def __init__(self):
+            super().__init__()
+            self.heals = True
+
+    with pytest.raises(ConfigError, match="Own sets heals on the object"):
+        quiet_trainer(strategy=Own())

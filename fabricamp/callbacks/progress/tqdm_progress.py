@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fabricamp._utils.say_once import say_once
@@ -124,10 +123,6 @@ class TQDMProgressBar(LightningsBar):
 
     drawing = ("init_sanity_tqdm", "init_train_tqdm", "init_validation_tqdm", "init_test_tqdm", "init_predict_tqdm")
 
-    # Of the class, for bars that earlier versions pickled.
-    process_position: int = 0
-    _postfix: Mapping[str, Any] = MappingProxyType({})
-
     train_progress_bar = _BarOf(trains=True)
     val_progress_bar = _BarOf(trains=False)
     test_progress_bar = _BarOf(trains=False)
@@ -135,6 +130,7 @@ class TQDMProgressBar(LightningsBar):
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
         self.process_position = process_position
+        self._postfix: Mapping[str, Any] = {}
         super().__init__(refresh_rate, 4.0)
 
     def get_metrics(self, trainer: Trainer, pl_module: TrainingModule) -> dict[str, Any]:
