@@ -263,7 +263,7 @@ def through_precision(level: str, case: Case, shapes: list[tuple[int, ...]], rep
         plan.run(loss)
         plan.after()
         if precision.verdicts is not None:
-            precision.verdicts.note_closed()
+            precision.verdicts.note_end()
 
     return measure(step, repeat, backward)
 

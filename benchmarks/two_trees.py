@@ -166,11 +166,14 @@ class Updates:
         clip = Clip(1.0)
         if hasattr(precision, "plan"):
             plan = precision.plan(optimizer, strategy, clip)
+            note_end = (
+                results.note_end if hasattr(results, "note_end") else results.note_closed
+            )  # as older trees have it
 
             def step():
                 plan.run(loss)
                 plan.after()
-                results.note_closed()
+                note_end()
         else:
 
             def step():

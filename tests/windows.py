@@ -7,9 +7,12 @@ import torch
 from fabricamp.gradients.memory import GradientMemory
 
 
-def close_window(precision, loss):
+def end_step(precision, loss):
     """Ends a step as the loop does; there are step statuses only if a step may be skipped."""
-    return None if precision.verdicts is None else precision.verdicts.close_window(loss)
+    if precision.verdicts is None:
+        return None
+    precision.verdicts.launch_end(loss)
+    return precision.verdicts.note_end()
 
 
 def add_up(precision, *optimizers):

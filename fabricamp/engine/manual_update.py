@@ -375,7 +375,7 @@ class ClosureUpdate(Update):
         finally:
             self._parts.metrics.muted = False
         if self.overflow_policy is not None:
-            self.overflow_policy.launch_close(loss)
+            self.overflow_policy.launch_end(loss)
         self._note_update()
         if not outputs:
             return None

@@ -21,7 +21,7 @@ class OverflowPolicy:
     """Acts on the step statuses of a Precision that may skip steps; every rank reads the same status at the same step."""
 
     def __init__(self, step_results: StepResults, schedules: Schedules, state: RunState, strategy: Strategy) -> None:
-        self.launch_close = step_results.launch_close
+        self.launch_end = step_results.launch_end
         """Ends a step on the device; takes the step's loss."""
         self._step_results = step_results
         self._schedules_follow = step_results.schedules_follow and schedules.follow_steps
@@ -32,9 +32,9 @@ class OverflowPolicy:
         self.inherited_are_counted = False
         """Whether the schedules know of the steps whose statuses a checkpoint has left to this run."""
 
-    def note_closed(self) -> None:
+    def note_end(self) -> None:
         """Counts a step, whose end is launched already, and acts on the status of the step two before it."""
-        status = self._step_results.note_closed()
+        status = self._step_results.note_end()
         if status is None:
             return
         inherited = getattr(

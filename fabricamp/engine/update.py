@@ -322,7 +322,7 @@ class Update:
         plan = self.plan
         if plan is None:
             if self.overflow_policy is not None:
-                self.overflow_policy.launch_close(loss)
+                self.overflow_policy.launch_end(loss)
         elif self._hooks.shows_gradients:
             self._launch_shown_update(plan, loss, batch_idx)
         elif self._closure is not None:
@@ -469,7 +469,7 @@ class Update:
         if self._advances_at_once:
             self.schedules.advance(self._state.global_step)
         if self.overflow_policy is not None:
-            self.overflow_policy.note_closed()
+            self.overflow_policy.note_end()
 
     def _note_empty_step(self) -> None:
         """Counts a step of which no micro-batch had a loss, as Lightning does: max_steps ends a run of such steps too.

@@ -68,7 +68,7 @@ def finish(
     max_norm: float | None = None,
     origin: int = 0,
     sticky: bool = False,
-    closing: ScaleRule | None = None,
+    ending: ScaleRule | None = None,
     loss: Tensor | None = None,
 ) -> None:
     """Writes ``multiplier``, ``norm`` and ``found_inf`` for one optimizer's step; clears ``finite`` if the step is to be skipped.
@@ -78,21 +78,21 @@ def finish(
     non-finite statistic.  ``sticky``: an optimizer's step after a skipped one is skipped too, in the same accumulation step or a
     later one, even if its gradients are finite.
 
-    ``closing`` also ends the training step in the same launch, as :func:`update_scale` does with this rule and ``loss``.
+    ``ending`` also ends the training step in the same launch, as :func:`update_scale` does with this rule and ``loss``.
     """
     device = statistics.device
     if runs_kernels(device):
         limit = -1.0 if max_norm is None else float(max_norm)
-        rule = _NO_RULE if closing is None else closing.struct
+        rule = _NO_RULE if ending is None else ending.struct
         kernel("finish", "finish", (), device)(
             1, 1024, state.words,
             statistics, statistics.numel(), scale, float(divisor), limit, origin, int(sticky),
-            rule, loss, int(closing is not None),
+            rule, loss, int(ending is not None),
         )  # fmt: skip
         return
     _finish_reference(state, statistics, scale, divisor, max_norm, origin, sticky=sticky)
-    if closing is not None:
-        _close_reference(state, closing, loss)
+    if ending is not None:
+        _end_reference(state, ending, loss)
 
 
 @torch.no_grad()
@@ -132,11 +132,11 @@ def update_scale(state: StepState, rule: ScaleRule, *, loss: Tensor | None = Non
     if runs_kernels(device):
         kernel("finish", "update_scale", (), device)(1, 32, state.words, loss, rule.struct)
     else:
-        _close_reference(state, rule, loss)
+        _end_reference(state, rule, loss)
 
 
 @torch.no_grad()
-def _close_reference(state: StepState, rule: ScaleRule, loss: Tensor | None) -> None:
+def _end_reference(state: StepState, rule: ScaleRule, loss: Tensor | None) -> None:
     if loss is not None:
         state.loss.copy_(loss.reshape(()))
     step = state.applied + state.skipped  # the number of steps before this one

@@ -51,7 +51,7 @@ class Precision(NamesKeywords):
     """Full precision: the module's own dtypes, autograd's gradients, torch's own clipping.
 
     A training step calls ``forward`` and ``backward`` per micro-batch, then ``step`` per optimizer.  If there are
-    :attr:`verdicts`, their ``close_window`` follows.
+    :attr:`verdicts`, their ``launch_end`` and ``note_end`` follow.
     """
 
     name: str = "O0"
@@ -124,7 +124,7 @@ class Precision(NamesKeywords):
 
         ``look`` is called first, with unscaled, averaged gradients in ``.grad`` of the updated tensors.  It may edit them, and the
         update uses the edited gradients; it returns how to clip them.  ``loss``: given only if this call is the training step's
-        only optimizer step; ``verdicts.close_window`` is called with the same loss right after.
+        only optimizer step; ``verdicts.launch_end`` is called with the same loss right after.
         """
         stages = self._stages(optimizer)
         if look is not None:

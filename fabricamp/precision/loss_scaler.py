@@ -64,7 +64,7 @@ class LossScaler:
     """Keeps one scale per loss and one status per step.
 
     Optimizer steps write to the struct ``state``.  With one loss it also holds the scale; several losses have a struct each in
-    ``losses``.  :meth:`close` finishes a step; an optimizer step that was given :meth:`closing` finishes it in its own launch.  The
+    ``losses``.  :meth:`end_step` ends a step; an optimizer step that was given :meth:`ending` ends it in its own launch.  The
     struct is then copied into a ring buffer, on the device and in pinned host memory; the host reads the slot of two steps ago.
 
     ``sticky``: after a skipped step all later steps are skipped too, and the scale stays.  The scale is constant if ``minimum``
@@ -106,9 +106,9 @@ class LossScaler:
         self._limits = minimum, maximum
         self._floor, self._initial = torch.tensor([minimum, scale], dtype=torch.float32, device="cpu").tolist()
         self.steps = 0
-        """Number of finished steps."""
-        self._finished_by_optimizer = False
-        """Whether the optimizer step's own launch finishes the step in progress."""
+        """Number of ended steps."""
+        self._ended_by_optimizer = False
+        """Whether the optimizer step's own launch ends the step in progress."""
         self._settled = False
         self._ends_run_from = 0
         """Skipped steps before this one do not end the run: a run that was resumed has dealt with them."""
@@ -168,22 +168,22 @@ class LossScaler:
         """Whether the scale in the last status that was read cannot fall any further."""
         return bool(self.known.scale <= self._floor)
 
-    def closing(self) -> ops.ScaleRule:
-        """Returns the rule for an optimizer step that also finishes the training step; :meth:`launch_close` then does nothing.
+    def ending(self) -> ops.ScaleRule:
+        """Returns the rule for an optimizer step that also ends the training step; :meth:`launch_end` then does nothing.
 
         Only with one loss.
         """
-        self._finished_by_optimizer = True
+        self._ended_by_optimizer = True
         return self._rule
 
-    def close(self, loss: Tensor | None) -> StepStatus | None:
-        """Finishes a step: updates the scales, and returns the status of the step two steps ago (None before there is one)."""
-        self.launch_close(loss)
-        return self.note_closed()
+    def end_step(self, loss: Tensor | None) -> StepStatus | None:
+        """Ends a step: updates the scales, and returns the status of the step two steps ago (None before there is one)."""
+        self.launch_end(loss)
+        return self.note_end()
 
-    def note_closed(self) -> StepStatus | None:
-        """Counts a step that was finished on the device; returns the status of the step two steps ago.  Launches nothing."""
-        self._finished_by_optimizer = False
+    def note_end(self) -> StepStatus | None:
+        """Counts a step that has ended on the device; returns the status of the step two steps ago.  Launches nothing."""
+        self._ended_by_optimizer = False
         if self._events and not self._polls:
             self._events[self.steps % self._slots].record(stream_in_use(self._ring.device))
         self.steps += 1
@@ -193,9 +193,9 @@ class LossScaler:
         self.known, self._at_floor = self._read(due, self._at_floor)
         return self.known
 
-    def launch_close(self, loss: Tensor | None) -> None:
+    def launch_end(self, loss: Tensor | None) -> None:
         """Updates the scales and records the step status in the ring, unless an optimizer step did so in its own launch."""
-        if self._finished_by_optimizer:
+        if self._ended_by_optimizer:
             return
         state = self.state
         if loss is None:
@@ -282,7 +282,7 @@ class LossScaler:
 
     @property
     def known_is_inherited(self) -> bool:
-        """Whether the status that :meth:`note_closed` returned last is of a step of the run that saved the loaded state."""
+        """Whether the status that :meth:`note_end` returned last is of a step of the run that saved the loaded state."""
         return self.steps - 1 - LAG < self._resumed_at
 
     @property

@@ -87,7 +87,7 @@ class StepResults:
 
     @property
     def known_is_inherited(self) -> bool:
-        """Whether the last status that :meth:`note_closed` returned is of a step before the checkpoint that the run continues."""
+        """Whether the last status that :meth:`note_end` returned is of a step before the checkpoint that the run continues."""
         return self.scaler.known_is_inherited
 
     @property
@@ -127,13 +127,8 @@ class StepResults:
         self._module = None
         self._param_maps = ()
 
-    def close_window(self, loss: Tensor | None) -> StepStatus | None:
-        """Finishes a step; returns the status of the step two steps ago, None before there is one."""
-        self.launch_close(loss)
-        return self.note_closed()
-
-    def launch_close(self, loss: Tensor | None) -> None:
-        """Updates the scales and records the status on the device, unless an optimizer step did so in its own launch."""
+    def launch_end(self, loss: Tensor | None) -> None:
+        """Ends a step on the device: updates the scales and records the status, unless an optimizer's own launch did so."""
         losses = self.scaler.losses
         if len(losses) > 1 and self._strategy.distributed:
             # With several losses each rank has checked its own gradients before the exchange, so the ranks agree here which losses
@@ -141,7 +136,7 @@ class StepResults:
             flags = torch.stack([state.finite for state in losses])
             for state, agreed in zip(losses, self._strategy.reduce(flags, "min"), strict=True):
                 state.finite.copy_(agreed)
-        self.scaler.launch_close(loss)
+        self.scaler.launch_end(loss)
 
     def repeated(self, optimizer: Optimizer) -> Callable[[], None] | None:
         """Returns a callback to run after each replay of the last step of ``optimizer``; None if it took no statistics.
@@ -160,9 +155,12 @@ class StepResults:
     def _tracker(self, optimizer: Optimizer) -> NonFiniteTracker:
         return next(param_map.nonfinite_tracker for param_map in self._param_maps if param_map.optimizer is optimizer)
 
-    def note_closed(self) -> StepStatus | None:
-        """Counts the step and returns the status that is due; launches nothing."""
-        status = self.scaler.note_closed()
+    def note_end(self) -> StepStatus | None:
+        """Counts the step that has ended; returns the status of the step two steps ago, None before there is one.
+
+        Launches nothing.
+        """
+        status = self.scaler.note_end()
         if status is not None and not status.applied:
             self._find_first(self.scaler.overflow)
         return status
@@ -173,9 +171,9 @@ class StepResults:
         self._empty_since.append(self.scaler.steps)
 
     def drain(self) -> list[StepStatus]:
-        """Returns the statuses that :meth:`close_window` has not returned yet; waits for the device.
+        """Returns the statuses that :meth:`note_end` has not returned yet; waits for the device.
 
-        :meth:`close_window` still returns them later.
+        :meth:`note_end` still returns them later.
         """
         return self.scaler.pending()
 

@@ -110,25 +110,25 @@ class UpdatePlan:
             self.memory = functools.partial(precision.gradients, optimizer)
         self.exchanges = self.sums or not is_own(strategy, "reduce_gradients", Strategy)
         self._precision = precision
-        self._close = None if precision.verdicts is None else precision.verdicts.launch_close
+        self._end = None if precision.verdicts is None else precision.verdicts.launch_end
 
     def run(self, loss: Tensor | None) -> None:
         """Launches the update, and the end of the training step with its ``loss``."""
         self._precision.step(self.optimizer, self.exchange(), self.clip, loss=loss)
-        if self._close is not None:
-            self._close(loss)
+        if self._end is not None:
+            self._end(loss)
 
     def run_by(self, step: Callable[[], object], loss: Tensor | None) -> None:
         """As :meth:`run`, but ``step``, which gives the optimizer a closure, replaces ``optimizer.step``."""
         self._precision.step(self.optimizer, self.exchange(), self.clip, run=step, loss=loss)
-        if self._close is not None:
-            self._close(loss)
+        if self._end is not None:
+            self._end(loss)
 
     def run_shown(self, loss: Tensor | None, look: Callable[[], Clip | None], run: Callable[[], object] | None) -> None:
         """As :meth:`run`, but ``look`` sees and edits unscaled gradients before, and ``run`` replaces ``optimizer.step``."""
         self._precision.step(self.optimizer, self.exchange(), run=run, look=look)
-        if self._close is not None:
-            self._close(loss)
+        if self._end is not None:
+            self._end(loss)
 
     def step(self, clip: Clip | None) -> None:
         """Runs the update alone: manual optimization clips as the step asks, and ends the training step later."""
@@ -153,8 +153,8 @@ class UpdatePlan:
         Only if the precision :attr:`~fabricamp.precision.Precision.splits_steps`, and for an optimizer that is not fused.
         """
         self._precision.prepare_step(self.optimizer, self.exchange(), self.clip, loss)
-        if self._close is not None:
-            self._close(loss)
+        if self._end is not None:
+            self._end(loss)
         return [(parameter, parameter.grad) for parameter in owned_parameters(self.optimizer)]
 
     def step_prepared(self, step: Callable[[], object] | None = None) -> None:
@@ -204,8 +204,8 @@ class FusedPlan(UpdatePlan):
         self.after = stages.after  # type: ignore[method-assign]  # the loop calls it without a frame in between
         # Whether the launch of finish also ends the training step, if it has the loss; results of another class have to be called.
         verdicts = precision.verdicts
-        self._closes = verdicts is not None and is_own(verdicts, "launch_close", StepResults)
-        self._closes &= stages.ends_training_step(optimizer)
+        self._ends_step = verdicts is not None and is_own(verdicts, "launch_end", StepResults)
+        self._ends_step &= stages.ends_step(optimizer)
 
     def run(self, loss: Tensor | None) -> None:
         """Launches the update, and the end of the training step with its ``loss``."""
@@ -213,8 +213,8 @@ class FusedPlan(UpdatePlan):
         if self.exchanges:
             gradients = self.reduce(None if self.memory is None else self.memory())
         self._launch(gradients, self.clip, loss)
-        if self._close is not None and (loss is None or not self._closes):
-            self._close(loss)
+        if self._end is not None and (loss is None or not self._ends_step):
+            self._end(loss)
 
     def step(self, clip: Clip | None) -> None:
         """Runs the update alone: manual optimization clips as the step asks, and ends the training step later."""
@@ -296,7 +296,7 @@ class Stages:
                 used = [one for one in map(local_gradient, owned_parameters(optimizer)) if one is not None]
                 ops.scale(used, used, state.multiplier, max_value)
 
-    def ends_training_step(self, optimizer: FusedOptimizer) -> bool:
+    def ends_step(self, optimizer: FusedOptimizer) -> bool:
         """Returns whether :meth:`launch`, given the loss, also launches the end of the training step."""
         return False
 
@@ -341,7 +341,7 @@ class Scaling:
         else:
             self.scale = self.state.scale
         # A single optimizer step also finishes the training step, in the same launch.
-        self.ends_training_step = self.scaler is not None and self.optimizers == 1 and not several_losses
+        self.ends_step = self.scaler is not None and self.optimizers == 1 and not several_losses
         self.stats_per_optimizer = (2**31 - 1) // max(self.optimizers, 1)
         """Size of each optimizer's range of statistic numbers; the ranges do not overlap and fit into int32."""
         self.half_on_cpu = False
@@ -487,12 +487,12 @@ class ScaledStages(Stages):
             self._masters.round_edits()  # masters that the update has not rounded, as they had no gradient
         self._masters.note(halves_moved_by_one=all_by_kernels)
 
-    def ends_training_step(self, optimizer: FusedOptimizer) -> bool:
+    def ends_step(self, optimizer: FusedOptimizer) -> bool:
         """Returns whether :meth:`launch`, given the loss, also launches the end of the training step.
 
         Not if the update reads the loss scale again, which must not have moved by then.
         """
-        return self._scaling.ends_training_step and not optimizer.reads_scale
+        return self._scaling.ends_step and not optimizer.reads_scale
 
     def _finish(
         self, statistics: Tensor, scale: Tensor, divisor: float, max_norm: float | None, loss: Tensor | None
@@ -502,10 +502,10 @@ class ScaledStages(Stages):
         With ``loss`` the same launch finishes the training step, if this is its only optimizer step.
         """
         rule: ops.ScaleRule | None = None
-        if loss is None or not self._scaling.ends_training_step or self._scaler is None:
+        if loss is None or not self._scaling.ends_step or self._scaler is None:
             loss = None
         else:
-            rule = self._scaler.closing()
+            rule = self._scaler.ending()
             loss = self._scaler.as_loss(loss)
         ops.finish(
             self._state,
@@ -515,7 +515,7 @@ class ScaledStages(Stages):
             max_norm=max_norm,
             origin=self.params.nonfinite_tracker.stat_offset,
             sticky=self._sticky,
-            closing=rule,
+            ending=rule,
             loss=loss,
         )
 

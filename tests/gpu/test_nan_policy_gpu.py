@@ -18,6 +18,7 @@ from fabricamp.state import NON_FINITE
 from fabricamp.strategies.base import Strategy
 from tests.inside import captured_groups, graph_update
 from tests.small import Classifier, loader
+from tests.windows import end_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -56,7 +57,7 @@ class Run:
         if bad is not None:
             dict(self.module.named_parameters())[bad].grad.view(-1)[-1].fill_(float("inf"))
         self.precision.step(self.optimizer, clip=Clip(1.0), loss=loss)
-        self.told.append(self.precision.verdicts.close_window(loss))
+        self.told.append(end_step(self.precision, loss))
 
     def state(self):
         updated = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -114,7 +115,7 @@ def test_no_copy_goes_to_the_host(level):
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run.precision.step(run.optimizer, clip=Clip(1.0), loss=loss)
-        verdict = run.precision.verdicts.close_window(loss)
+        verdict = end_step(run.precision, loss)
         torch.cuda.synchronize()
     names = [event.key for event in profiler.key_averages()]
     assert not [name for name in names if "DtoH" in name]
@@ -157,14 +158,14 @@ def test_a_captured_update_replays_with_another_lr(level):
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         update(captured)
-        captured.precision.verdicts.close_window(captured.loss)
+        end_step(captured.precision, captured.loss)
         graph = torch.cuda.CUDAGraph()
         stream.synchronize()
         with torch.cuda.graph(graph, stream=stream):
             update(captured)
     torch.cuda.synchronize()
     update(eager)
-    eager.precision.verdicts.close_window(eager.loss)
+    end_step(eager.precision, eager.loss)
     for step, lr in enumerate((0.01, 0.002, 0.03, 0.01, 0.005)):
         for run in runs:
             run.optimizer.param_groups[0]["lr"] = lr
@@ -181,7 +182,7 @@ def test_a_captured_update_replays_with_another_lr(level):
         )  # uploads the lr
         graph.replay()
         update(eager)
-        eager.precision.verdicts.close_window(eager.loss)
+        end_step(eager.precision, eager.loss)
     torch.cuda.synchronize()
     for run in runs:
         run.optimizer.zero_grad()

@@ -508,7 +508,7 @@ def test_what_is_refused_before_the_first_batch(parts, callbacks, words):
 
 def close(scaler, finite):
     scaler.state.finite.fill_(int(finite))
-    return scaler.close(torch.tensor(1.0))
+    return scaler.end_step(torch.tensor(1.0))
 
 
 @pytest.mark.parametrize("windows", [0, 1, 3, 4, 11])
@@ -564,13 +564,13 @@ class Schedule:
     def launch(self, finite):
         if self.verdicts is not None:
             self.verdicts.scaler.state.finite.fill_(int(finite))
-            self.verdicts.launch_close(torch.tensor(1.0))
+            self.verdicts.launch_end(torch.tensor(1.0))
 
     def note(self):
         self.state.global_step += 1
         if self.verdicts is None:
             self.schedules.advance(self.state.global_step)
-        elif (verdict := self.verdicts.note_closed()) is not None and verdict.applied:
+        elif (verdict := self.verdicts.note_end()) is not None and verdict.applied:
             self.schedules.advance(verdict.applied_steps)
 
 

@@ -117,9 +117,9 @@ def test_a_step_that_ends_its_window_leaves_what_two_launches_leave(
         options = {"max_norm": max_norm, "origin": 5, "sticky": sticky}
         ops.finish(states[0], partial, scale=states[0].scale, **options)
         ops.update_scale(states[0], rules[0], loss=loss)
-        ops.finish(states[1], partial, scale=states[1].scale, closing=rules[1], loss=loss, **options)
+        ops.finish(states[1], partial, scale=states[1].scale, ending=rules[1], loss=loss, **options)
         with references(kernel_device):
-            ops.finish(states[2], partial, scale=states[2].scale, closing=rules[2], loss=loss, **options)
+            ops.finish(states[2], partial, scale=states[2].scale, ending=rules[2], loss=loss, **options)
         assert torch.equal(states[0].words, states[1].words)
         assert torch.equal(rules[0].ring, rules[1].ring)
         for name in ("found_inf", "scale", "applied", "skipped", "streak", "first_chunk", "first_window", "finite"):
@@ -128,11 +128,11 @@ def test_a_step_that_ends_its_window_leaves_what_two_launches_leave(
 
 
 def test_sticky_skips_go_on_whatever_comes_and_leave_the_scale(kernel_device):
-    state, closing = ops.StepState.on(kernel_device, scale=8.0), rule(kernel_device, growth_interval=1, sticky=True)
+    state, ending = ops.StepState.on(kernel_device, scale=8.0), rule(kernel_device, growth_interval=1, sticky=True)
     seen = []
     for value in (1.0, math.inf, 1.0, math.nan, 1.0):
         partial = torch.tensor([value], device=kernel_device)
-        ops.finish(state, partial, scale=state.scale, sticky=True, closing=closing)
+        ops.finish(state, partial, scale=state.scale, sticky=True, ending=ending)
         seen.append((state.found_inf.item(), state.scale.item(), state.applied.item(), state.skipped.item()))
     assert seen == [(0.0, 16.0, 1, 0), (1.0, 8.0, 1, 1), (1.0, 8.0, 1, 2), (1.0, 8.0, 1, 3), (1.0, 8.0, 1, 4)]
     assert (state.streak.item(), state.first_window.item(), state.first_chunk.item()) == (4, 1, 0)
@@ -153,11 +153,11 @@ def test_within_a_window_too_a_sticky_skip_goes_on(kernel_device, sticky):
 
 def test_the_first_overflow_of_a_run_is_kept(kernel_device):
     state = ops.StepState.on(kernel_device, scale=8.0)
-    closing = rule(kernel_device, growth_interval=9, minimum=1.0, maximum=8.0)
+    ending = rule(kernel_device, growth_interval=9, minimum=1.0, maximum=8.0)
     for finite, loss, chunk in ((1, 0.5, -1), (0, 1.5, 4), (0, 2.5, 2), (1, 3.5, -1), (0, 4.5, 9)):
         state.finite.fill_(finite)
         state.bad_chunk.fill_(chunk)
-        ops.update_scale(state, closing, loss=torch.tensor(loss, device=kernel_device))
+        ops.update_scale(state, ending, loss=torch.tensor(loss, device=kernel_device))
         if loss == 2.5:
             found = state.streak, state.first_window, state.first_loss, state.first_scale, state.first_chunk
             assert [one.item() for one in found] == [2, 1, 1.5, 8.0, 4]

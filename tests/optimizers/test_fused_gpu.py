@@ -12,7 +12,7 @@ from fabricamp.optimizers import FusedAdam
 from fabricamp.precision import Clip, OptLevel
 from fabricamp.strategies.base import Strategy
 from tests.cuda_on_cpu.compiler import references
-from tests.windows import add_up, close_window
+from tests.windows import add_up, end_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -112,7 +112,7 @@ def window(module, precision, optimizer, x, accumulate=1):
         precision.backward(loss)
         add_up(precision, optimizer)
     precision.step(optimizer, clip=Clip(1.0))
-    close_window(precision, loss.detach())
+    end_step(precision, loss.detach())
     optimizer.zero_grad()
 
 
@@ -134,7 +134,7 @@ def test_an_update_neither_allocates_nor_waits(level, accumulate):
         torch.cuda.set_sync_debug_mode("error")
         try:
             precision.step(optimizer, clip=Clip(1.0))
-            close_window(precision, loss)
+            end_step(precision, loss)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         if step > 0:

@@ -14,7 +14,7 @@ from fabricamp.precision import Clip, OptLevel
 from fabricamp.strategies.base import Strategy
 from tests.cuda_on_cpu.compiler import kernel_device
 from tests.pairs import pairs
-from tests.windows import add_up, close_window
+from tests.windows import add_up, end_step
 
 __all__ = ["kernel_device"]
 
@@ -74,7 +74,7 @@ def test_the_same_weights_as_with_torchs_adamw(kernel_device, level, clip, accum
             optimizer.zero_grad()
             loss = backward(module, precision, optimizer, kernel_device, index, accumulate, bad=bad)
             precision.step(optimizer, clip=CLIPS[clip])
-            verdict = close_window(precision, loss)
+            verdict = end_step(precision, loss)
             skipped.append(verdict and verdict.skipped_steps)
         # Copies the weights, so that the next gradients are computed from equal weights.
         for one, other in zip(updated(ours[1]), updated(theirs[1]), strict=True):
@@ -189,7 +189,7 @@ def test_hooks_that_look_see_unscaled_gradients(kernel_device, level):
                 return Clip(0.5)
 
             precision.step(optimizer, look=look)
-            close_window(precision, None)
+            end_step(precision, None)
         torch.testing.assert_close(*seen, rtol=5e-2, atol=5e-3)
         for one, other in zip(updated(ours[1]), updated(theirs[1]), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)

@@ -37,7 +37,7 @@ def in_halves(precision, module, optimizer, micro_batches, launched):
     plan.run(loss)
     with torch.no_grad(), launched:
         plan.after()
-        return precision.verdicts.note_closed()
+        return precision.verdicts.note_end()
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

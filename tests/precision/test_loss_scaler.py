@@ -59,7 +59,7 @@ def test_the_rule(rule, windows):
     for index, finite in enumerate(windows):
         scaler.state.finite.mul_(finite)
         expected.append((finite, *((model.close(finite))[1:]), float(index)))
-        told.append(scaler.close(torch.tensor(float(index))))
+        told.append(scaler.end_step(torch.tensor(float(index))))
     told = [v for v in told if v is not None] + scaler.pending()
     assert [(v.applied, v.scale, v.applied_steps, v.skipped_steps, v.loss) for v in told] == expected
     assert scaler.state.growth.item() == model.growth
@@ -70,7 +70,7 @@ def test_the_floor_holds_and_nothing_divides_by_zero():
     scaler = LossScaler()
     for _ in range(100):
         scaler.state.finite.zero_()
-        scaler.close(None)
+        scaler.end_step(None)
     assert scaler.state.scale.item() == 2.0**-14
     assert scaler.known.skipped_steps == 100 - LAG
 
@@ -81,7 +81,7 @@ def test_a_resumed_scaler_tells_the_same(at):
 
     def close(scaler, index):
         scaler.state.finite.mul_(finite[index])
-        return scaler.close(torch.tensor(float(index)))
+        return scaler.end_step(torch.tensor(float(index)))
 
     straight = LossScaler(window=2)
     for index in range(at):
@@ -152,12 +152,12 @@ def test_what_is_launched_and_what_only_the_host_does_are_two_halves(losses):
         for one in (scaler, whole):
             one.state.finite.fill_(int(window != 3))
         with Operations() as launched:
-            scaler.launch_close(loss)
+            scaler.launch_end(loss)
         with Operations() as noted:
-            verdict = scaler.note_closed()
+            verdict = scaler.note_end()
         assert launched.count > 0
         assert noted.count == 0
-        assert verdict == whole.close(loss)
+        assert verdict == whole.end_step(loss)
         assert (verdict is None) == (window < 2)
     assert [one.applied for one in scaler.pending()] == [True, True]
     assert scaler.known.skipped_steps == 1
@@ -169,7 +169,7 @@ def test_a_saved_state_goes_on(by_pickle):
     straight = LossScaler(**options)
     for finite in (1, 0, 0):
         straight.state.finite.mul_(finite)
-        straight.close(torch.tensor(0.5))
+        straight.end_step(torch.tensor(0.5))
     saved = copy.deepcopy(straight.state_dict())
     assert saved["keep_skipping"]
     assert saved["step_state"]["first_step"].item() == 1
@@ -188,6 +188,6 @@ def test_a_saved_state_goes_on(by_pickle):
         statuses = []
         for scaler in (straight, resumed):
             scaler.state.finite.mul_(finite)
-            statuses.append(scaler.close(torch.tensor(0.25)))
+            statuses.append(scaler.end_step(torch.tensor(0.25)))
         assert statuses[0] == statuses[1]
     assert resumed.overflow == straight.overflow

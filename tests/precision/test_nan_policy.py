@@ -17,7 +17,7 @@ from fabricamp.precision.loss_scaler import LAG, PATIENCE, SLOTS, LossScaler
 from fabricamp.strategies.base import Strategy
 from tests.cuda_on_cpu.compiler import kernel_device
 from tests.pairs import pairs
-from tests.windows import add_up, close_window
+from tests.windows import add_up, end_step
 
 __all__ = ["kernel_device"]
 
@@ -80,7 +80,7 @@ class Run:
             self.precision.step(optimizer, look=lambda: clip)
         else:
             self.precision.step(optimizer, clip=clip, **({"loss": loss} if merged else {}))
-        self.told.append(close_window(self.precision, loss))
+        self.told.append(end_step(self.precision, loss))
         self.windows += 1
 
     def state(self):
@@ -166,7 +166,7 @@ def test_more_than_five_parameters_are_counted(kernel_device, optimizer):
     loss = module(torch.ones(1, 2, device=kernel_device)).sum() * float("nan")
     precision.backward(loss)
     precision.step(fitted, loss=loss)
-    precision.verdicts.close_window(loss)
+    end_step(precision, loss)
     named = "0.weight, 0.bias, 1.weight, 1.bias, 2.weight and 3 more"
     assert f"of {named} were not finite at step 0 (loss nan, loss scale 1)" in precision.verdicts.explain(1)
 
@@ -200,7 +200,7 @@ def test_names_follow_gradients_that_come_and_go(kernel_device):
             if window == 3:
                 head.bias.grad[-1] = float("inf")
             precision.step(optimizer, loss=loss)
-            precision.verdicts.close_window(loss)
+            end_step(precision, loss)
         assert [one.ends_run for one in precision.verdicts.drain()] == [True, True]
         assert precision.verdicts.explain(5).startswith("the gradients of right.bias were not finite at step 3")
 
@@ -225,7 +225,7 @@ def test_several_optimizers_stop_together_and_have_numbers_of_their_own(kernel_d
             module.last.bias.grad[0] = float("inf")
         for optimizer in reversed(optimizers):  # the bad one is first
             precision.step(optimizer)
-        precision.verdicts.close_window(loss.detach())
+        end_step(precision, loss.detach())
         weights.append([p.detach().clone() for p in module.parameters()])
     assert same(weights[1], weights[0])
     assert same(weights[3], weights[0])
@@ -272,12 +272,12 @@ def test_twenty_skips_at_the_floor_end_a_run_resumed_or_not(floor):
     def closes(scaler, count):
         for _ in range(count):
             scaler.state.finite.zero_()
-            verdict = scaler.close(torch.tensor(1.0))
+            verdict = scaler.end_step(torch.tensor(1.0))
         return verdict
 
     scaler = LossScaler(minimum=floor, maximum=4 * floor)
     closes(scaler, 12)
-    scaler.close(torch.tensor(0.0))  # applied: the count begins anew
+    scaler.end_step(torch.tensor(0.0))  # applied: the count begins anew
     assert not closes(scaler, PATIENCE + LAG - 1).ends_run
     assert [verdict.ends_run for verdict in scaler.pending()] == [True, True]
     scaler = LossScaler(minimum=floor, maximum=4 * floor)
@@ -302,13 +302,13 @@ def test_a_state_saved_before_the_host_knew_ends_the_resumed_run_too(policy):
     first = scaler()
     for finite in (1, 1, 0):
         first.state.finite.fill_(finite)
-        verdict = first.close(torch.tensor(0.5))
+        verdict = first.end_step(torch.tensor(0.5))
     assert verdict.applied
     second = scaler()
     second.load_state_dict(first.state_dict())
     assert second.state.streak.item() == 1
     for _ in range(LAG):
-        verdict = second.close(torch.tensor(0.5))
+        verdict = second.end_step(torch.tensor(0.5))
     assert verdict.ends_run
     assert second.overflow.step == 2
 
@@ -317,14 +317,14 @@ def test_a_settled_state_starts_afresh():
     first = LossScaler(sticky=True)
     for _ in range(3):
         first.state.finite.zero_()
-        first.close(None)
+        first.end_step(None)
     first.settle()
     second = LossScaler(sticky=True)
     second.load_state_dict(first.state_dict())
-    verdicts = [second.close(torch.tensor(0.0)) for _ in range(LAG + 1)] + second.pending()
+    verdicts = [second.end_step(torch.tensor(0.0)) for _ in range(LAG + 1)] + second.pending()
     assert [(one.applied, one.ends_run) for one in verdicts] == [(False, False)] * 2 + [(True, False)] * 3
     second.state.finite.zero_()
-    second.close(None)
+    second.end_step(None)
     assert [one.ends_run for one in second.pending()] == [False, True]
 
 
@@ -332,11 +332,11 @@ def test_skips_of_another_policy_do_not_stick():
     skipping = LossScaler()
     for _ in range(3):
         skipping.state.finite.zero_()
-        skipping.close(None)
+        skipping.end_step(None)
     sticky = LossScaler(sticky=True)
     sticky.load_state_dict(skipping.state_dict())
     assert sticky.state.streak.item() == 0
-    assert [sticky.close(None).ends_run for _ in range(3)] == [False] * 3
+    assert [sticky.end_step(None).ends_run for _ in range(3)] == [False] * 3
 
 
 def test_a_constant_scale_of_a_policy_is_not_carried_to_a_level_that_moves_it():
@@ -368,7 +368,7 @@ def test_sparse_gradients_are_looked_at_and_named(kernel_device):
         loss = precision.forward(lambda: module["a"](index).sum() + (module["b"](index) * float("inf")).sum())
         precision.backward(loss)
         precision.step(optimizer, loss=loss)
-        precision.verdicts.close_window(loss)
+        end_step(precision, loss)
         assert same(before, [p.detach() for p in module.parameters()])
         assert "of b.weight were not finite at step 0 (loss" in precision.verdicts.explain(1)
 
@@ -388,7 +388,7 @@ def test_complex_gradients_are_looked_at_and_named(kernel_device, level):
     loss = precision.forward(lambda: module["a"].real.sum() + (module["b"].imag * bad).sum() + module["c"].real.sum())
     precision.backward(loss)
     precision.step(optimizer, loss=loss)
-    precision.verdicts.close_window(loss)
+    end_step(precision, loss)
     assert same(before, [p.detach() for p in module.parameters()])
     assert "of b were not finite at step 0 (loss" in precision.verdicts.explain(1)
 

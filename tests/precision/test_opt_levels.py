@@ -10,7 +10,7 @@ from torch import nn
 
 from fabricamp.errors import ConfigError
 from fabricamp.precision import PRECISIONS, OptLevel, Precision, precision_from
-from tests.windows import close_window
+from tests.windows import end_step
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_small_net_learns(level):
         loss = precision.forward(lambda: nn.functional.cross_entropy(net(precision.convert_input(x)), y))
         precision.backward(loss)
         precision.step(optimizer)
-        close_window(precision, loss)
+        end_step(precision, loss)
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 2
 

@@ -96,15 +96,11 @@ class HostVerdicts:
         self.applied = True
         self.calls = []
 
-    def close_window(self, loss):
-        self.launch_close(loss)
-        return self.note_closed()
-
-    def launch_close(self, loss):
-        self.calls.append(("launch_close", loss is not None))
+    def launch_end(self, loss):
+        self.calls.append(("launch_end", loss is not None))
         self.loss = float("nan") if loss is None else float(loss.detach())
 
-    def note_closed(self):
+    def note_end(self):
         self.applied_steps += self.applied
         self.skipped_steps += not self.applied
         verdict = StepStatus(
@@ -114,7 +110,7 @@ class HostVerdicts:
             applied_steps=self.applied_steps,
             skipped_steps=self.skipped_steps,
         )
-        self.calls.append(("note_closed", verdict.applied, verdict.ends_run))
+        self.calls.append(("note_end", verdict.applied, verdict.ends_run))
         self.applied = True
         return verdict
 
@@ -302,13 +298,13 @@ def test_a_precision_with_verdicts_of_its_own(caplog):
 
     precision = HostPrecision()
     trainer, module = fit(Overflows(), precision=precision)
-    assert [call[1:] for call in precision.verdicts.calls if call[0] == "note_closed"] == [
+    assert [call[1:] for call in precision.verdicts.calls if call[0] == "note_end"] == [
         (True, False),
         (False, False),
         (True, False),
         (True, False),
     ]
-    assert [call for call in precision.verdicts.calls if call[0] == "launch_close"] == [("launch_close", True)] * 4
+    assert [call for call in precision.verdicts.calls if call[0] == "launch_end"] == [("launch_end", True)] * 4
     assert ("drain",) in precision.verdicts.calls
     assert (trainer.skipped_steps, trainer.global_step) == (1, 4)
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 / 2**3)  # schedules follow what was applied

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from fabricamp.precision import Clip, OptLevel
 from fabricamp.precision.loss_scaler import LossScaler
 from fabricamp.strategies.base import Strategy
-from tests.windows import add_up, close_window
+from tests.windows import add_up, end_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -48,7 +48,7 @@ def window(module, precision, optimizer, x, y, accumulate=1, factor=1.0):
         precision.backward(loss * factor / accumulate)
         add_up(precision, optimizer)
     precision.step(optimizer, clip=Clip(1.0))
-    return loss.detach(), close_window(precision, loss.detach())
+    return loss.detach(), end_step(precision, loss.detach())
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -132,11 +132,11 @@ def test_a_window_that_ends_late_writes_to_nobody_elses_memory():
     """Kernels write the step status into pinned memory; if its owner is deleted meanwhile, no batch gets this memory."""
     loss = torch.ones((), device="cuda")
     scaler = LossScaler("cuda")
-    scaler.close(loss)
+    scaler.end_step(loss)
     torch.cuda.synchronize()
     size = scaler._host.numel()
     torch.cuda._sleep(int(1e9))  # half a second
-    scaler.close(loss)
+    scaler.end_step(loss)
     del scaler
     gc.collect()
     lent = [torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=True) for _ in range(4)]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fabricamp.precision import Clip, OptLevel, Precision, precision_from
 from fabricamp.strategies.base import Strategy
 from tests.pairs import pairs
-from tests.windows import add_up, close_window
+from tests.windows import add_up, end_step
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -81,7 +81,7 @@ def window(precision, module, optimizer, micro_batches, clip=None, spoil=None, l
         return clip
 
     precision.step(optimizer, clip=clip, look=None if look is None else seen)
-    return close_window(precision, loss.detach())
+    return end_step(precision, loss.detach())
 
 
 def train(precision, module, make_optimizer, clip=None, accumulate=1):
@@ -345,7 +345,7 @@ def test_an_overridden_step_runs_only_when_finite():
         if index == 1:
             overflow(module)
         precision.step(optimizer, run=run)
-        close_window(precision, loss)
+        end_step(precision, loss)
     assert len(calls) == 2
 
 
@@ -416,7 +416,7 @@ def test_several_losses_have_a_scale_each(level):
         precision.step(optimizer)
         after = snapshot(module, optimizer)
         assert (len(before) == len(after) and all(map(torch.equal, before, after))) == (index == 1)
-        verdict = close_window(precision, loss)
+        verdict = end_step(precision, loss)
     assert [state.scale.item() for state in precision.verdicts.scaler.losses] == [2.0**16, 2.0**15]
     assert not verdict.applied
     assert precision.state_dict()["scaler"]["scalers"][1]["skipped"].item() == 1

@@ -177,7 +177,7 @@ def _unscale(
         return
     waits = scaler.dynamic and not all(map(AmpOptimizerState.may_skip_on_device, stashes))
     whole = loss.detach() if loss.numel() == 1 else loss.detach().mean()  # a script may reduce it inside the context
-    overflowed, hopeless = scaler.close(whole, waits=waits, loss_id=loss_id)
+    overflowed, hopeless = scaler.end_pass(whole, waits=waits, loss_id=loss_id)
     if hopeless:
         raise NonFiniteError(_why_hopeless(stashes, scaler))
     if scaler.dynamic and not waits:

@@ -202,7 +202,7 @@ class LossScaler:
             self._flag.copy_(state.found_inf)
 
     def clear_overflow_state(self) -> None:
-        """Clears the result of a :meth:`look` that no :meth:`close` followed."""
+        """Clears the result of a :meth:`look` that no :meth:`end_pass` followed."""
         self._has_overflow = False
         if self._flag is not None:
             self._flag.zero_()
@@ -211,7 +211,7 @@ class LossScaler:
             self.moving.state.finite.fill_(1)
             self.moving.state.bad_chunk.fill_(-1)
 
-    def close(self, loss: Tensor | None, *, waits: bool, loss_id: int = 0) -> tuple[bool, bool]:
+    def end_pass(self, loss: Tensor | None, *, waits: bool, loss_id: int = 0) -> tuple[bool, bool]:
         """Ends a backward pass: updates the scale and reports overflows.
 
         Returns (whether this pass overflowed, whether training cannot continue); the first is False too if the host does not know
@@ -221,7 +221,7 @@ class LossScaler:
             self._applied += 1
             return False, False
         self._open = False
-        verdict = self.moving.close(loss)
+        verdict = self.moving.end_step(loss)
         self._told.append(waits)
         hopeless = False
         if verdict is not None:
@@ -253,7 +253,7 @@ class LossScaler:
         self.moving.state.finite.fill_(int(not self._has_overflow))
         self._open = False
         self._told.append(True)
-        self.moving.close(None)
+        self.moving.end_step(None)
         return self._has_overflow
 
     def unscale(

@@ -36,7 +36,7 @@ __device__ __forceinline__ void move_scale(StepState& now, const Rule& rule) {
 }
 
 // Finishes an accumulation step: counts it, stores the first overflow of several in a row, updates the scale, writes the ring.
-__device__ __forceinline__ void close_window(StepState* state, const float* loss, const Rule& rule) {
+__device__ __forceinline__ void end_step(StepState* state, const float* loss, const Rule& rule) {
   StepState now = *state;
   if (loss) now.loss = *loss;
   int window = now.applied + now.skipped;
@@ -70,7 +70,7 @@ __device__ __forceinline__ void close_window(StepState* state, const float* loss
 // Writes multiplier, norm and found_inf, updates `finite`, stores the first bad chunk, and may finish the accumulation step.
 extern "C" __global__ void __launch_bounds__(1024)
 finish(StepState* state, const float* partial, int64 count, const float* scale, double divisor, double max_norm,
-       int64 origin, int64 sticky, Rule rule, const float* loss, int64 closes) {
+       int64 origin, int64 sticky, Rule rule, const float* loss, int64 ends_step) {
   __shared__ int lowest;
   if (threadIdx.x == 0) lowest = 0x7fffffff;
   __syncthreads();
@@ -96,10 +96,10 @@ finish(StepState* state, const float* partial, int64 count, const float* scale, 
     multiplier *= coefficient > 1.f ? 1.f : coefficient;
   }
   state->multiplier = multiplier;
-  if (closes) close_window(state, loss, rule);
+  if (ends_step) end_step(state, loss, rule);
 }
 
 // Finishes an accumulation step in which several optimizers stepped.
 extern "C" __global__ void __launch_bounds__(32) update_scale(StepState* state, const float* loss, Rule rule) {
-  if (threadIdx.x == 0) close_window(state, loss, rule);
+  if (threadIdx.x == 0) end_step(state, loss, rule);
 }
