@@ -100,7 +100,7 @@ BASE ?= HEAD
 quick: $(STAMP) layers ## within a minute: lint, layers, types of changed files, the tests of changed parts
 	@$(BIN)/ruff check -q
 	@$(BIN)/ruff format -q --check
-	@sources=$$($(BIN)/python tests/changed_parts.py --base $(BASE) --sources); test -z "$$sources" || $(BIN)/mypy $$sources
+	@sources=$$($(BIN)/python tests/changed_parts.py --base $(BASE) --sources); test -z "$$sources" || $(BIN)/mypy $$sources fabricamp-stubs
 	@tests=$$($(BIN)/python tests/changed_parts.py --base $(BASE)); test -z "$$tests" || OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= \
 		$(PYTEST) -q -n 2 --no-header -r fE --session-timeout=45 $$tests || \
 		{ test $$? -eq 2 && echo "the time is up: make test has the rest"; }

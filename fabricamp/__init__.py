@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from fabricamp import utilities as utilities
     from fabricamp.callbacks.base import Callback as Callback
     from fabricamp.compilation import Compile as Compile
-    from fabricamp.core import LightningDataModule as LightningDataModule
-    from fabricamp.core import LightningModule as LightningModule
     from fabricamp.cuda_graph import CudaGraph as CudaGraph
     from fabricamp.data import DataModule as DataModule
     from fabricamp.errors import CheckpointError as CheckpointError
@@ -46,6 +44,9 @@ if TYPE_CHECKING:
     from fabricamp.strategies import FSDP as FSDP
     from fabricamp.strategies import DelayedDDP as DelayedDDP
     from fabricamp.trainer import Trainer as Trainer
+
+    LightningDataModule = DataModule
+    LightningModule = TrainingModule
 
 __version__ = "0.2.0"
 
@@ -80,8 +81,8 @@ _HOMES = {
     "DelayedDDP": "fabricamp.strategies",
     "DistributedError": "fabricamp.errors",
     "FabricampError": "fabricamp.errors",
-    "LightningDataModule": "fabricamp.core",
-    "LightningModule": "fabricamp.core",
+    "LightningDataModule": "fabricamp.data:DataModule",
+    "LightningModule": "fabricamp.module:TrainingModule",
     "NonFiniteError": "fabricamp.errors",
     "Float8": "fabricamp.precision",
     "OptLevel": "fabricamp.precision",
@@ -98,7 +99,8 @@ __all__ += ["__version__"]
 def __getattr__(name: str) -> Any:
     # Imported on first use, so that a program that needs one part does not wait for the import of all.
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        home, _, name_there = _HOMES[name].partition(":")
+        return getattr(importlib.import_module(home), name_there or name)
     if name in _PARTS:
         return importlib.import_module(f"fabricamp.{name}")
     from fabricamp.arguments.not_offered import missing
@@ -110,16 +112,23 @@ def __dir__() -> list[str]:
     return sorted([*__all__, *_PARTS])
 
 
-class _NotOffered:
-    """The last finder on ``sys.meta_path``: imports of names that only Lightning has raise an error with what to write instead."""
+class _LightningsPaths:
+    """The last finder on ``sys.meta_path``: finds paths of Lightning's to fabricamp's classes, which are no files.
+
+    An import of a name that only Lightning has raises an error with what to write instead.
+    """
 
     @staticmethod
     def find_spec(name: str, *_: Any) -> ModuleSpec | None:
-        if name.startswith("fabricamp."):
-            from fabricamp.arguments.not_offered import refuse_import
+        if not name.startswith("fabricamp."):
+            return None
+        from fabricamp.arguments.not_offered import refuse_import
 
+        aliases = importlib.import_module("fabricamp.lightning.aliases")  # on first use, as the parts
+        spec: ModuleSpec | None = aliases.spec_of(name)
+        if spec is None:
             refuse_import(name)
-        return None
+        return spec
 
 
-sys.meta_path.append(_NotOffered)
+sys.meta_path.append(_LightningsPaths)

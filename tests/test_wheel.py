@@ -15,7 +15,7 @@ from tests.shared import once, shared_folder
 from tools import matrix
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("fabricamp", "docs", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+PARTS = ("fabricamp", "fabricamp-stubs", "docs", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 
 
 def python(*words, **options):
@@ -55,7 +55,7 @@ def test_the_wheel_holds_every_source_and_only_the_package(wheel):
     }
     assert sources <= names
     assert {"fabricamp/ops/kernels/probe.cu", "fabricamp/ops/kernels/probe.cuh", "fabricamp/py.typed"} <= names
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"fabricamp"}
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"fabricamp", "fabricamp-stubs"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

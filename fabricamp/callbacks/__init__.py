@@ -34,12 +34,13 @@ if TYPE_CHECKING:
     from fabricamp.callbacks.progress.rich_progress import RichProgressBar as RichProgressBar
     from fabricamp.callbacks.progress.tqdm_progress import TQDMProgressBar as TQDMProgressBar
     from fabricamp.callbacks.progress_bar import ProgressBar as ProgressBar
-    from fabricamp.callbacks.rich_model_summary import RichModelSummary as RichModelSummary
     from fabricamp.callbacks.stochastic_weight_avg import StochasticWeightAveraging as StochasticWeightAveraging
     from fabricamp.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from fabricamp.callbacks.timer import Timer as Timer
     from fabricamp.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
     from fabricamp.callbacks.weight_averaging import WeightAveraging as WeightAveraging
+
+    RichModelSummary = ModelSummary
 
 _FILES = {
     "AmpState": "amp_state",
@@ -67,7 +68,7 @@ _FILES = {
     "OnExceptionCheckpoint": "on_exception_checkpoint",
     "OptunaPruning": "optuna_pruning",
     "ProgressBar": "progress_bar",
-    "RichModelSummary": "rich_model_summary",
+    "RichModelSummary": "model_summary:ModelSummary",
     "RichProgressBar": "progress.rich_progress",
     "StochasticWeightAveraging": "stochastic_weight_avg",
     "TQDMProgressBar": "progress.tqdm_progress",
@@ -84,7 +85,8 @@ def __getattr__(name: str) -> Any:
         from fabricamp.arguments.not_offered import part_of
 
         return part_of(__name__, name, _FILES)
-    return getattr(importlib.import_module(f"{__name__}.{_FILES[name]}"), name)
+    file, _, name_there = _FILES[name].partition(":")
+    return getattr(importlib.import_module(f"{__name__}.{file}"), name_there or name)
 
 
 def __dir__() -> list[str]:

@@ -15,6 +15,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from fabricamp.arguments.not_offered import part_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
@@ -42,10 +44,26 @@ def _home_of(name: str) -> str:
     return f"{HOME}{name.removeprefix('lightning')}" if name.startswith("lightning.") else name
 
 
+def place_of(package: str) -> str:
+    """Returns the entry of a ``__path__`` for the rows directly below ``package``."""
+    return str(Path(TABLE, *package.split(".")))
+
+
 def path_of(package: str) -> list[str]:
     """Returns a ``__path__`` for ``package``: its place in the table, and the folder of its modules that are files."""
-    parts = package.split(".")
-    return [str(Path(TABLE, *parts)), str(_ROOT.joinpath(*parts))]
+    return [place_of(package), str(_ROOT.joinpath(*package.split(".")))]
+
+
+def spec_of(name: str) -> ModuleSpec | None:
+    """Returns the spec of a row's module; None if there is no such row."""
+    row = _rows().get(name)
+    if row is None:
+        return None
+    spec = ModuleSpec(name, _Loader(), origin=TABLE)  # type: ignore[arg-type]  # by its methods
+    spec.has_location = True
+    if row.get("package", False):
+        spec.submodule_search_locations = path_of(name)
+    return spec
 
 
 class _Place:
@@ -59,14 +77,7 @@ class _Place:
     @staticmethod
     def find_spec(name: str, *_: Any) -> ModuleSpec | None:
         """Returns the spec of a row's module; None if there is no such row."""
-        row = _rows().get(name)
-        if row is None:
-            return None
-        spec = ModuleSpec(name, _Loader(), origin=TABLE)  # type: ignore[arg-type]  # by its methods
-        spec.has_location = True
-        if row.get("package", False):
-            spec.submodule_search_locations = path_of(name)
-        return spec
+        return spec_of(name)
 
     def iter_modules(self, prefix: str = "") -> Iterator[tuple[str, bool]]:
         """Yields the name of each row, after ``prefix``, and whether it is a package: for ``pkgutil``."""
@@ -100,6 +111,8 @@ class _Loader:
         names.update({name: _refused(name, module.__name__) for name in refused})
         if has_all or refused:
             names["__all__"] = [*names]
+        if row.get("package", False):  # Lightning's packages import their submodules
+            names["__getattr__"] = functools.partial(part_of, module.__name__, known=(*names,))
         vars(module).update(names, __doc__=row["doc"])
 
 

@@ -1,10 +1,13 @@
-"""Replacements for loggers if nothing is to be logged: calls do nothing."""
+"""Replacements for loggers and their ``experiment`` where nothing is to be logged: calls do nothing."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from fabricamp.loggers.base import Logger
+from fabricamp.loggers.run_folder import writes
 
 
 class Silent:
@@ -38,3 +41,13 @@ class DummyLogger(Logger):
         if name.startswith("_"):
             raise AttributeError(name)
         return Silent()
+
+
+def rank_zero_experiment(experiment: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Decorates a logger's ``experiment``, below ``@property``: on ranks other than 0, calls on the result do nothing."""
+
+    @functools.wraps(experiment)
+    def on_rank_zero(logger: Any) -> Any:
+        return experiment(logger) if writes() else Silent()
+
+    return on_rank_zero

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fabricamp.checkpoint.hyperparameters import Hyperparameters
+from fabricamp.data import CombinedLoader as CombinedLoader
 from fabricamp.data import move_to_device
-from fabricamp.utilities.combined_loader import CombinedLoader as CombinedLoader
 from fabricamp.utilities.grads import grad_norm as grad_norm
-from fabricamp.utilities.parsing import AttributeDict as AttributeDict
 from fabricamp.utilities.rank_zero import rank_zero_debug as rank_zero_debug
 from fabricamp.utilities.rank_zero import rank_zero_deprecation as rank_zero_deprecation
 from fabricamp.utilities.rank_zero import rank_zero_info as rank_zero_info
@@ -17,6 +17,8 @@ from fabricamp.utilities.throughput import measure_flops as measure_flops
 
 if TYPE_CHECKING:
     import torch
+
+AttributeDict = Hyperparameters
 
 
 def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:

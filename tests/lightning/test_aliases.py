@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -42,6 +43,9 @@ def expected():
 
 
 EXPECTED = expected()
+BEHIND_THE_DOOR = {path: rows for path, rows in EXPECTED.items() if path.startswith(aliases.HOME)}
+OWN = EXPECTED.keys() - BEHIND_THE_DOOR.keys()
+"""Lightning's paths that programs with ``import fabricamp as pl`` import."""
 
 
 def names_of(module):
@@ -69,7 +73,7 @@ def named(homes):
 
 def test_the_table_has_these_modules_and_no_others():
     assert aliases._rows().keys() == EXPECTED.keys()
-    assert len(EXPECTED) == 113
+    assert (len(BEHIND_THE_DOOR), len(OWN)) == (113, 23)
 
 
 @pytest.mark.parametrize("through", ["no door", "lightning", "pytorch_lightning"])
@@ -77,7 +81,7 @@ def test_each_module_has_the_names_that_it_had_as_a_file(request, through):
     if through != "no door":
         request.getfixturevalue("alias")
     count = 0
-    for path, (package, doc, homes, has_all) in EXPECTED.items():
+    for path, (package, doc, homes, has_all) in (EXPECTED if through == "no door" else BEHIND_THE_DOOR).items():
         below = path.removeprefix(aliases.HOME)
         if through == "pytorch_lightning" and not below.startswith(".pytorch"):
             continue
@@ -95,14 +99,16 @@ def test_each_module_has_the_names_that_it_had_as_a_file(request, through):
         assert (module.__doc__, hasattr(module, "__path__")) == (doc, package)
         assert sorted(vars(module).get("__all__", ())) == (sorted(found) if has_all else []), path
         count += len(found)
-    assert count == (336 if through != "pytorch_lightning" else count)
+    assert count == {"no door": 376, "lightning": 336, "pytorch_lightning": 225}[through]
 
 
 @pytest.mark.parametrize("package", [aliases.HOME, "lightning"])
 def test_pkgutil_lists_each_module(alias, package):
     listed = {one.name: one.ispkg for one in pkgutil.walk_packages(alias(package).__path__, f"{package}.")}
-    for path, (is_package, *_) in EXPECTED.items():
+    for path, (is_package, *_) in BEHIND_THE_DOOR.items():
         assert listed[package + path.removeprefix(aliases.HOME)] == is_package
+    if package == "lightning":
+        assert {path.replace("fabricamp", "lightning.pytorch", 1) for path in OWN} <= listed.keys()
 
 
 def test_pkgutil_lists_rows_and_files_of_one_package_together():
@@ -150,6 +156,58 @@ def test_a_module_that_is_no_row_is_missing_as_any_other():
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'fabricamp\.lightning\.packages\.pytorch\.none'"):
         importlib.import_module(f"{aliases.HOME}.pytorch.none")
     assert importlib.util.find_spec(f"{aliases.HOME}.pytorch.callbacks.none") is None
+
+
+OWN_PATHS = """
+import sys
+import fabricamp as pl
+
+for path in sys.argv[1:]:
+    found = pl
+    for part in path.split(".")[1:]:
+        found = getattr(found, part)
+    assert found.__name__ == found.__spec__.name == path and found.__file__.endswith("aliases.toml"), path
+    assert found is sys.modules[path], path
+try:
+    pl.core.none
+except AttributeError as error:
+    print(error)
+"""
+
+
+def test_an_own_path_is_imported_on_first_use_and_can_be_inspected():
+    paths = OWN - {"fabricamp.plugins", "fabricamp.plugins.io"}  # no attributes of the package
+    words = [sys.executable, "-c", OWN_PATHS, *sorted(paths)]
+    shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert shown == "module 'fabricamp.core' has no attribute 'none'\n"
+
+
+STUBS = Path(fabricamp.__file__).parents[1] / "fabricamp-stubs"
+
+
+def test_type_checkers_read_of_each_own_path_what_its_row_says():
+    stubs = {}
+    for file in STUBS.rglob("*.pyi"):
+        tree = ast.parse(file.read_text())
+        path = ".".join(["fabricamp", *file.relative_to(STUBS).with_suffix("").parts]).removesuffix(".__init__")
+        names, has_all = {}, False
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom):
+                names.update({one.asname: f"{node.module}:{one.name}" for one in node.names})
+            else:
+                assert ast.unparse(node) == f"__all__ = {sorted(names)}"
+                has_all = True
+        stubs[path] = [file.stem == "__init__", names, has_all]
+    assert stubs == {path: [EXPECTED[path][0], *EXPECTED[path][2:]] for path in OWN}
+    assert (STUBS / "py.typed").read_text() == "partial\n"  # the rest is in the package
+
+
+def test_no_module_of_the_package_imports_a_row():
+    root = Path(fabricamp.__file__).parent
+    for file in root.rglob("*.py"):
+        if not file.is_relative_to(root / "lightning" / "packages"):
+            imports = {one.module for one in ast.walk(ast.parse(file.read_text())) if isinstance(one, ast.ImportFrom)}
+            assert not imports & EXPECTED.keys(), file
 
 
 def test_a_folder_without_a_file_of_its_own_is_a_row():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fabricamp.callbacks.progress.progress_bar import LightningsBar
+from fabricamp.callbacks.progress.lightnings_bar import LightningsBar
 
 
 class RichProgressBarTheme:

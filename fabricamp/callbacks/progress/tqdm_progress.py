@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabricamp._utils.say_once import say_once
-from fabricamp.callbacks.progress.progress_bar import LightningsBar
+from fabricamp.callbacks.progress.lightnings_bar import LightningsBar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fabricamp.accelerators import CUDAAccelerator as CUDAAccelerator
-from fabricamp.accelerators import find_usable_cuda_devices as find_usable_cuda_devices
+from fabricamp.launch.devices import CUDAAccelerator as CUDAAccelerator
+from fabricamp.launch.devices import find_usable_cuda_devices as find_usable_cuda_devices
 
 
 def num_cuda_devices() -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fabricamp.accelerators import CPUAccelerator, CUDAAccelerator
 from fabricamp.errors import ConfigError
+from fabricamp.launch.devices import CPUAccelerator, CUDAAccelerator
 
 
 class _AcceleratorRegistry(dict[str, Any]):

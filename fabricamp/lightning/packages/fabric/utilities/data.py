@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from fabricamp.utilities.parsing import AttributeDict as AttributeDict
+from fabricamp.utilities import AttributeDict as AttributeDict
 from fabricamp.utilities.rank_zero import rank_zero_warn
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from fabricamp.core import LightningDataModule, LightningModule
+from fabricamp import LightningDataModule, LightningModule
 
 
 class RandomDataset(Dataset[Any]):

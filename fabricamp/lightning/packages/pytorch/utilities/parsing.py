@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from fabricamp.checkpoint.hyperparameters import HyperparametersMixin
-from fabricamp.utilities.parsing import AttributeDict as AttributeDict
+from fabricamp.utilities import AttributeDict as AttributeDict
 from fabricamp.utilities.rank_zero import rank_zero_warn
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 
-from fabricamp.lightning.packages.fabric.plugins.environments import (
-    LightningEnvironment as LightningEnvironment,  # type: ignore[attr-defined]  # of a row in aliases.toml
+from fabricamp.lightning.packages.fabric.plugins.environments import (  # type: ignore[attr-defined]  # a row of aliases.toml
+    LightningEnvironment as LightningEnvironment,
 )
 
 

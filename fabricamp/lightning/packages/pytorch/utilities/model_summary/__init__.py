@@ -6,10 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
+from fabricamp.callbacks.model_summary import LayerSummary, summarize
 from fabricamp.lightning import aliases
-from fabricamp.utilities.model_summary import LayerSummary, ModelSummary, summarize
 
 __path__ = aliases.path_of(__name__)
+
+ModelSummary = summarize
 
 PARAMETER_NUM_UNITS = [" ", "K", "M", "B", "T"]
 UNKNOWN_SIZE = "?"

@@ -1,0 +1,1 @@
+from fabricamp.launch.devices import CPUAccelerator as CPUAccelerator

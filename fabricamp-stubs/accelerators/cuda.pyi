@@ -1,0 +1,1 @@
+from fabricamp.launch.devices import CUDAAccelerator as CUDAAccelerator

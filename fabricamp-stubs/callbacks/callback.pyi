@@ -1,0 +1,1 @@
+from fabricamp.callbacks.base import Callback as Callback

@@ -1,0 +1,1 @@
+from fabricamp.callbacks.learning_rate_monitor import LearningRateMonitor as LearningRateMonitor

@@ -1,0 +1,3 @@
+from fabricamp.callbacks.progress.lightnings_bar import LightningsBar as LightningsBar
+from fabricamp.callbacks.progress.lightnings_bar import get_standard_metrics as get_standard_metrics
+from fabricamp.callbacks.progress_bar import ProgressBar as ProgressBar

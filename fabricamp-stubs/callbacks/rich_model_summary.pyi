@@ -1,0 +1,3 @@
+from fabricamp.callbacks.model_summary import ModelSummary as RichModelSummary
+
+__all__ = ["RichModelSummary"]

@@ -1,0 +1,3 @@
+from fabricamp.data import DataModule as LightningDataModule
+
+__all__ = ["LightningDataModule"]

@@ -1,0 +1,1 @@
+from fabricamp.checkpoint.hyperparameters import HyperparametersMixin as HyperparametersMixin

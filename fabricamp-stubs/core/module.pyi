@@ -1,0 +1,3 @@
+from fabricamp.module import TrainingModule as LightningModule
+
+__all__ = ["LightningModule"]

@@ -1,0 +1,3 @@
+from fabricamp.engine.optimizer_setup import ManagedOptimizer as LightningOptimizer
+
+__all__ = ["LightningOptimizer"]

@@ -1,0 +1,1 @@
+from fabricamp.loggers.csv import CSVLogger as CSVLogger

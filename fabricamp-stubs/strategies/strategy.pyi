@@ -1,0 +1,3 @@
+from fabricamp.strategies.base import Strategy as Strategy
+
+__all__ = ["Strategy"]

@@ -1,0 +1,1 @@
+from fabricamp.data import CombinedLoader as CombinedLoader

@@ -1,0 +1,3 @@
+from fabricamp.checkpoint.hyperparameters import Hyperparameters as AttributeDict
+
+__all__ = ["AttributeDict"]

@@ -1,3 +1,0 @@
-"""Lightning's path to ``CPUAccelerator``."""
-
-from fabricamp.launch.devices import CPUAccelerator as CPUAccelerator

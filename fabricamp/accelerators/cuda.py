@@ -1,3 +1,0 @@
-"""Lightning's path to ``CUDAAccelerator``."""
-
-from fabricamp.launch.devices import CUDAAccelerator as CUDAAccelerator

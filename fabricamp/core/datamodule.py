@@ -1,5 +1,0 @@
-"""Lightning's path to the DataModule."""
-
-from fabricamp.data import DataModule as LightningDataModule
-
-__all__ = ["LightningDataModule"]

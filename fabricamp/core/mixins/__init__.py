@@ -1,3 +1,0 @@
-"""Lightning's path to ``save_hyperparameters``."""
-
-from fabricamp.checkpoint.hyperparameters import HyperparametersMixin as HyperparametersMixin

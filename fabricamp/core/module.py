@@ -1,5 +1,0 @@
-"""Lightning's path to the module."""
-
-from fabricamp.module import TrainingModule as LightningModule
-
-__all__ = ["LightningModule"]

@@ -1,8 +1,0 @@
-"""Lightning's path to the class of ``trainer.state``, and to the enums in it."""
-
-from fabricamp.state import RunningStage as RunningStage
-from fabricamp.state import RunState as TrainerState
-from fabricamp.state import TrainerFn as TrainerFn
-from fabricamp.state import TrainerStatus as TrainerStatus
-
-__all__ = ["RunningStage", "TrainerFn", "TrainerState", "TrainerStatus"]
