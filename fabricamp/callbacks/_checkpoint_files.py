@@ -9,6 +9,7 @@ files that belong to a callback.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import secrets
 import string
@@ -16,7 +17,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
@@ -36,16 +37,14 @@ WRITTEN_BY = "written_by"
 
 
 class FileNameTemplate:
-    """A template such as ``"{epoch}-{val_loss:.2f}"``, parsed once.
+    """A template such as ``"{epoch}-{val_loss:.2f}"``; :func:`template_of` parses each one once.
 
     Raises :class:`ConfigError` if numbers cannot fill its fields.
     """
 
-    def __init__(self, template: str, equals: str = "=", *, insert_names: bool = True) -> None:
+    def __init__(self, template: str) -> None:
         self.fields: tuple[str, ...] = ()
         self._template = template
-        self._equals = equals
-        self._insert_names = insert_names
         try:
             self._pieces = [(text, name, spec or "") for text, name, spec, _ in string.Formatter().parse(template)]
         except ValueError as error:
@@ -57,17 +56,20 @@ class FileNameTemplate:
                 self._check(name, spec)
                 self.fields += (name,)
 
-    def fill(self, metrics: Mapping[str, Tensor | float]) -> str:
-        """Returns the name for these metrics; a metric that was not logged is written as 0, as in Lightning."""
-        return "".join(text + self._show(name, spec, metrics) for text, name, spec in self._pieces)
+    def fill(self, metrics: Mapping[str, Tensor | float], equals: str | None) -> str:
+        """Returns the name for these metrics; a metric that was not logged is written as 0, as in Lightning.
 
-    def _show(self, name: str | None, spec: str, metrics: Mapping[str, Tensor | float]) -> str:
-        if name is None:
-            return ""
-        value = metrics.get(name, 0)
-        shown = _format(value.item() if isinstance(value, Tensor) else value, spec)
-        # A slash in a metric's name would create a folder.
-        return f"{name.replace('/', '_')}{self._equals}{shown}" if self._insert_names else shown
+        ``equals`` stands between a metric's name and its value; None leaves the names out.
+        """
+        filled = ""
+        for text, name, spec in self._pieces:
+            filled += text
+            if name is not None:
+                value = metrics.get(name, 0)
+                if equals is not None:
+                    filled += name.replace("/", "_") + equals  # a slash would create a folder
+                filled += _format(value.item() if isinstance(value, Tensor) else value, spec)
+        return filled
 
     def _check(self, name: str, spec: str) -> None:
         if not name:
@@ -80,6 +82,10 @@ class FileNameTemplate:
             raise ConfigError(
                 f"filename={self._template!r} cannot show {name!r} as {spec!r} ({error}); use a format like '.2f'"
             ) from error
+
+
+template_of: Final = functools.lru_cache(FileNameTemplate)
+"""Returns the parsed template of a text."""
 
 
 def _format(value: float, spec: str) -> str:

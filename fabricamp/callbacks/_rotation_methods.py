@@ -36,6 +36,7 @@ from fabricamp.callbacks._checkpoint_files import (
     Lineage,
     SavePlan,
     sort_key,
+    template_of,
 )
 from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, metric_tensors
 from fabricamp.callbacks.checkpoint import Checkpoint
@@ -569,11 +570,12 @@ class RotationMethods(Checkpoint):
         auto_insert_metric_name: bool = True,
     ) -> str:
         """Returns the name of a checkpoint with these metrics, without folder, version and extension."""
-        template = filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
-        name = FileNameTemplate(template, self.CHECKPOINT_EQUALS_CHAR, insert_names=auto_insert_metric_name).fill(
-            metrics
-        )
+        equals = self.CHECKPOINT_EQUALS_CHAR if auto_insert_metric_name else None
+        name = self._template(filename).fill(metrics, equals)
         return name if prefix is None else f"{prefix}{self.CHECKPOINT_JOIN_CHAR}{name}"
+
+    def _template(self, filename: str | None) -> FileNameTemplate:
+        return template_of(filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}")
 
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
         """Writes ``best_k_models`` to a YAML file, by default ``best_k_models.yaml`` in ``dirpath``."""

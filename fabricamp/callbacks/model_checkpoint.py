@@ -21,7 +21,6 @@ from fabricamp.arguments.checks import check_kind
 from fabricamp.arguments.not_offered import is_lightnings
 from fabricamp.callbacks._checkpoint_files import (
     WRITTEN_BY,
-    FileNameTemplate,
     KeptFiles,
     Lineage,
     SavePlan,
@@ -452,10 +451,6 @@ class ModelCheckpoint(RotationMethods):
             plan = dataclasses.replace(plan, after=dataclasses.replace(plan.after, last=plan.target))
         plan.make_room()
         return plan
-
-    def _template(self, filename: str | None) -> FileNameTemplate:
-        template = filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
-        return FileNameTemplate(template, self.CHECKPOINT_EQUALS_CHAR, insert_names=self.auto_insert_metric_name)
 
     def _warn_of_zeros(self, trainer: Trainer, metrics: Mapping[str, Tensor | float]) -> None:
         """Warns once about metrics in the file name that were not logged."""

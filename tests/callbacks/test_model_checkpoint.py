@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import string
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -236,6 +237,22 @@ def test_fast_dev_run_keeps_the_callback_which_leaves_the_folder_as_it_is(tmp_pa
 def test_names(options, name):
     metrics = {"epoch": 2, "step": 7, "val/loss": torch.tensor(0.125), "count": torch.tensor(4.0)}
     assert ModelCheckpoint(**options).format_checkpoint_name(metrics) == name
+
+
+def test_a_name_is_parsed_once(make_trainer, make, monkeypatch):
+    parse, parsed = string.Formatter.parse, []
+    monkeypatch.setattr(string.Formatter, "parse", lambda self, text: parsed.append(text) or parse(self, text))
+    filename = "{epoch}-{step:03d}-of-a-name-that-is-parsed-once"
+    checkpoint = make(filename=filename, every="1 steps", save_last=True, auto_insert_metric_name=False)
+    checkpoint.CHECKPOINT_NAME_LAST = last = "the-last-of-{step}-names"
+    trainer = make_trainer(checkpoint).start()
+    for _ in range(8):
+        trainer.step()
+    assert checkpoint.best_model_path.endswith("0-008-of-a-name-that-is-parsed-once.ckpt")
+    assert (parsed.count(filename), parsed.count(last)) == (1, 1)
+    checkpoint.filename = "renamed-{step}"
+    trainer.step()
+    assert checkpoint.best_model_path.endswith("renamed-9.ckpt"), "a name that is assigned later counts"
 
 
 def test_a_name_takes_a_version_and_the_class_s_characters():
