@@ -110,6 +110,7 @@ PARTS = {
         ),
         (
             "fabricamp/callbacks/_checkpoint_files.py",
+            "fabricamp/callbacks/_rotation.py",
             "fabricamp/callbacks/checkpoint.py",
             "fabricamp/callbacks/model_checkpoint.py",
             "fabricamp/callbacks/optuna_pruning.py",

@@ -2,8 +2,8 @@
 
 In this order: :class:`FileNameTemplate` is filled with metrics.  :class:`KeptFiles` ranks the files and says which are surplus; it
 touches none.  :class:`SavePlanner` makes a :class:`SavePlan` of both on rank 0, which sees the folder; all ranks carry it out.
-:class:`Lineage` finds a resumed run's own files by the id that each file holds.  The functions at the end list the folders and
-files that belong to a callback.
+:class:`Lineage` finds a resumed run's own files by the id that each file holds.  The functions at the end look at a callback: its
+planner, the folders and files that belong to it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fabricamp.checkpoint import copy_checkpoint, link_checkpoint, progress_in, read_header, storage
 from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.metrics.values import number_tensor
 
 if TYPE_CHECKING:
     from fabricamp._utils.types import CheckpointFiles, StateDict
@@ -165,6 +166,22 @@ class KeptFiles:
     def worst(self, top_k: int) -> str:
         """Returns the file that the next better one pushes out of the top k; empty while fewer than k files are ranked."""
         return _worst_of(self.scores) if 0 < top_k == len(self.scores) else ""
+
+    def shown(self) -> dict[str, Tensor]:
+        """Returns the files in the top k with their monitor values as tensors, as ``best_k_models`` shows them."""
+        return {path: number_tensor(score) for path, score in self.scores.items()}
+
+    def edited(self, shown: Mapping[str, Tensor], mode: str) -> KeptFiles:
+        """Returns this with the files and values of ``shown``, the result of :meth:`shown` that a program may have changed."""
+        found: dict[str, float] = {}
+        for path, value in shown.items():
+            known = self.scores.get(path)
+            # The dict has most values in fp32; a value that was not changed keeps its digits.
+            unchanged = known is not None and bool(number_tensor(known) == float(value))
+            found[str(path)] = known if unchanged and known is not None else float(value)
+        if found == self.scores:
+            return self
+        return replace(self, scores=dict(sorted(found.items(), key=lambda item: sort_key(item[1], mode))))
 
     def all(self) -> set[str]:
         """Returns the names of all files."""
@@ -441,6 +458,21 @@ def _kept_files_in(header: StateDict) -> KeptFiles | None:
             except (AttributeError, KeyError, TypeError, ValueError):
                 return None
     return None
+
+
+def planner_of(trainer: Trainer, callback: ModelCheckpoint, foreign: frozenset[str]) -> SavePlanner:
+    """Returns what plans the callback's saves; files in ``foreign`` stay as they are."""
+    return SavePlanner(
+        folder=callback.dirpath or "",
+        top_k=callback.save_top_k,
+        mode=callback.mode,
+        versions=callback.enable_version_counter,
+        link_last=callback.save_last == "link",
+        join=callback.CHECKPOINT_JOIN_CHAR,
+        first_version=callback.STARTING_VERSION,
+        protected=storage.normalized(trainer.ckpt_path) if trainer.ckpt_path else "",
+        foreign=foreign,
+    )
 
 
 def possible_folders(trainer: Trainer, callback: ModelCheckpoint) -> Iterator[str]:

@@ -6,6 +6,7 @@ import functools
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fabricamp.callbacks._rotation import PlannedRotation
 from fabricamp.callbacks.base import ends_everywhere
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.checkpoint import BackgroundWriter, StagedFolder, write_checkpoint
@@ -94,39 +95,9 @@ class AsyncCheckpoint(ModelCheckpoint):
             self._beside = None
         super().on_exception(trainer, pl_module, exception)
 
-    def _save(self, trainer: Trainer, *, ranked: bool = True) -> None:
-        self._settle(trainer)
-        super()._save(trainer, ranked=ranked)
-
-    def _execute(self, trainer: Trainer, plan: SavePlan) -> None:
-        writer = self._writer
-        side_group = self._beside
-        if writer is None:  # training has ended
-            super()._execute(trainer, plan)
-            return
-
-        def start_file(path: str, state: StateDict) -> None:
-            def write(copied: StateDict) -> None:
-                trainer.delivery.barrier(copied.get("global_step", 0))
-                write_checkpoint(path, copied)
-                plan.rotate()
-
-            writer.start(state, write)
-
-        def start_folder(path: str, state: StateDict) -> None:
-            assert side_group is not None
-            folder = StagedFolder(path, state, side_group)
-
-            def write(copied: StateDict) -> None:
-                side_group.on_rank_zero(lambda: trainer.delivery.barrier(folder.step))
-                folder.write(copied)
-                side_group.on_rank_zero(plan.rotate)
-
-            writer.write_copy(_together(trainer, lambda: writer.take(folder.own)), write)
-
-        self._write(trainer, plan, start_file if side_group is None else start_folder)
-        self._in_flight = plan
-        self._unsettled = True
+    @property
+    def _planned_rotation(self) -> PlannedRotation:
+        return _BackgroundRotation(self)
 
     def _settle(self, trainer: Trainer) -> None:
         """Waits on every rank for the write in flight; every rank raises its error."""
@@ -151,6 +122,47 @@ class AsyncCheckpoint(ModelCheckpoint):
             raise
         if plan is not None:
             self._publish(trainer, plan)
+
+
+class _BackgroundRotation(PlannedRotation):
+    """Carries out plans in the background, while training lasts."""
+
+    _callback: AsyncCheckpoint
+
+    def _save(self, trainer: Trainer, *, ranked: bool = True) -> None:
+        self._callback._settle(trainer)
+        super()._save(trainer, ranked=ranked)
+
+    def _execute(self, trainer: Trainer, plan: SavePlan) -> None:
+        callback = self._callback
+        writer = callback._writer
+        side_group = callback._beside
+        if writer is None:  # training has ended
+            super()._execute(trainer, plan)
+            return
+
+        def start_file(path: str, state: StateDict) -> None:
+            def write(copied: StateDict) -> None:
+                trainer.delivery.barrier(copied.get("global_step", 0))
+                write_checkpoint(path, copied)
+                plan.rotate()
+
+            writer.start(state, write)
+
+        def start_folder(path: str, state: StateDict) -> None:
+            assert side_group is not None
+            folder = StagedFolder(path, state, side_group)
+
+            def write(copied: StateDict) -> None:
+                side_group.on_rank_zero(lambda: trainer.delivery.barrier(folder.step))
+                folder.write(copied)
+                side_group.on_rank_zero(plan.rotate)
+
+            writer.write_copy(_together(trainer, lambda: writer.take(folder.own)), write)
+
+        callback._write(trainer, plan, start_file if side_group is None else start_folder)
+        callback._in_flight = plan
+        callback._unsettled = True
 
 
 def _together(trainer: Trainer, action: Callable[[], Value]) -> Value:

@@ -1,14 +1,13 @@
 """Writes checkpoints during training and removes those that are not needed any more.
 
-In order: the arguments, the paths that users read, the callback's own state, the start of a run, when a save is due, one save, and
-the checks of the arguments.  Which files stay, their names and their owners are in ``_checkpoint_files``; steps and minutes are
-counted by ``arguments/cadence``.
+In order: the arguments, the paths that users read, the callback's own state, the start of a run, when a save is due, how a file is
+written, its name, and the checks of the arguments.  What a save does is in ``_rotation``; which files stay, their names and their
+owners are in ``_checkpoint_files``; steps and minutes are counted by ``arguments/cadence``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
@@ -21,38 +20,38 @@ from fabricamp.arguments.checks import check_kind
 from fabricamp.arguments.not_offered import is_lightnings
 from fabricamp.callbacks._checkpoint_files import (
     WRITTEN_BY,
+    FileNameTemplate,
     KeptFiles,
     Lineage,
     SavePlan,
-    SavePlanner,
     files_beside,
     find_own_files,
+    planner_of,
+    template_of,
     trusted_folders,
 )
-from fabricamp.callbacks._monitoring import has_validation, missing_monitor
-from fabricamp.callbacks._rotation_methods import RotationMethods
+from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, has_validation, missing_monitor
+from fabricamp.callbacks._overridable_save import OverridableSave
+from fabricamp.callbacks._rotation import PlannedRotation
 from fabricamp.callbacks.base import ends_everywhere
 from fabricamp.checkpoint import storage
 from fabricamp.checkpoint.checkpoint_io import writes_own_files
 from fabricamp.errors import ConfigError
+from fabricamp.metrics.values import number_tensor
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping
 
-    from fabricamp._utils.types import AnyBatch, AnyOutput, StateDict
+    from fabricamp._utils.types import AnyBatch, AnyOutput, CheckpointFiles, StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
-_LOG = logging.getLogger("fabricamp")
-
-_ASSIGNED: Final = ("best_model_score", "kth_best_model_path", "kth_value")
-"""Keys of Lightning's state that follow from the files here, unless an override assigns them."""
 _WRITE_THE_SAME: Final = {"ModelCheckpoint": "AsyncCheckpoint", "AsyncCheckpoint": "ModelCheckpoint"}
 """Names of classes, each with that of the class which writes the same files and has the same state."""
 
 
-class ModelCheckpoint(RotationMethods):
+class ModelCheckpoint(OverridableSave):
     """Writes a checkpoint every n steps, epochs or minutes, and keeps the ``save_top_k`` best by ``monitor``.
 
     The two newest files are always kept, so ``save_top_k=1`` leaves one extra file.  Files of another run are never removed.
@@ -87,6 +86,12 @@ class ModelCheckpoint(RotationMethods):
     Example:
         >>> checkpoint = ModelCheckpoint(monitor="val_loss", save_top_k=3, save_last=True, filename="{epoch}-{val_loss:.2f}")
     """
+
+    CHECKPOINT_JOIN_CHAR = "-"
+    CHECKPOINT_EQUALS_CHAR = "="
+    CHECKPOINT_NAME_LAST = "last"
+    FILE_EXTENSION = ".ckpt"
+    STARTING_VERSION = 1
 
     monitors: ClassVar[bool] = True
     trainable_only: bool = False  # a pickle of an earlier version has none of its own
@@ -143,19 +148,145 @@ class ModelCheckpoint(RotationMethods):
         self.dirpath_given = dirpath is not None
         self._save_on_train_epoch_end = save_on_train_epoch_end
         self._kept = KeptFiles()
+        self._models: dict[str, Tensor] = {}  # what ``best_k_models`` returned; a program may have changed it
+        self._models_of: KeptFiles | None = None  # the kept files from which it was made
+        self._assigned: Mapping[str, Any] = {}  # values of a program that do not follow from the files
         self._lineage = Lineage()
         self._foreign: frozenset[str] = frozenset()  # kept files that another run wrote
         self._restored = False  # since the last start of training
         self._followed: tuple[str, ...] = ()  # folders in which file names from a checkpoint are accepted
+        self._io: CheckpointFiles | None = None  # the plug-in that writes the files
         self._writing: KeptFiles | None = None  # the kept files after the write that is in progress
+        self._waits = False  # a save that was due is left to the next validation
+        self._last_checkpoint_saved = ""  # the file that was written last in this process
         # The last step saved and ranked by its metrics.  A file that a signal left is not ranked, so a run resumed from that file
         # must still rank the step.
         self._judged_step = -1
         self._start_at(0)
 
+    @property
+    def best_k_models(self) -> dict[str, Tensor]:
+        """Paths of the top k files, best first, mapped to their ``monitor`` values.
+
+        Changes of the dict are this callback's state in a subclass, or in a program written for Lightning; otherwise it is a copy.
+        """
+        return self._shared_models if self._shares_models else dict(self._shared_models)
+
+    @best_k_models.setter
+    def best_k_models(self, models: dict[str, Tensor]) -> None:
+        self._models = models
+        self._models_of = self._kept
+
+    @property
+    def best_model_path(self) -> str:
+        """Path of the file with the best ``monitor``; without a monitor, of the newest file."""
+        return self._kept.best
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        self._adopt(best=str(path))
+
+    @property
+    def best_model_score(self) -> Tensor | None:
+        """The ``monitor`` value of ``best_model_path``."""
+        if "best_model_score" in self._assigned:
+            return self._assigned["best_model_score"]  # type: ignore[no-any-return]  # what an override has assigned
+        score = self._kept.scores.get(self._kept.best)
+        return None if score is None else number_tensor(score)
+
+    @best_model_score.setter
+    def best_model_score(self, score: Tensor | None) -> None:
+        self._assigned = {**self._assigned, "best_model_score": score}
+
+    @property
+    def current_score(self) -> Tensor | None:
+        """The ``monitor`` value of the file that was ranked last."""
+        score = self._kept.current
+        return None if score is None else number_tensor(score)
+
+    @current_score.setter
+    def current_score(self, score: Tensor | float | None) -> None:
+        self._adopt(current=None if score is None else float(score))
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """Path of the worst file in the top k, the next to be replaced; empty while fewer than k files are kept."""
+        assigned = str(self._assigned.get("kth_best_model_path", ""))
+        # A resumed run may know other files than the checkpoint that named this one.
+        return assigned if assigned in self.best_k_models else self._kept.worst(self.save_top_k)
+
+    @kth_best_model_path.setter
+    def kth_best_model_path(self, path: str) -> None:
+        self._assigned = {**self._assigned, "kth_best_model_path": path}
+
+    @property
+    def kth_value(self) -> Tensor:
+        """The ``monitor`` value of ``kth_best_model_path``; while there is none, an infinite value that any file is better than."""
+        if "kth_value" in self._assigned:
+            return self._assigned["kth_value"]  # type: ignore[no-any-return]  # what an override has assigned
+        score = self._kept.scores.get(self.kth_best_model_path)
+        if score is None:
+            score = float("inf" if self.mode == "min" else "-inf")
+        return number_tensor(score)
+
+    @kth_value.setter
+    def kth_value(self, value: Tensor) -> None:
+        self._assigned = {**self._assigned, "kth_value": value}
+
+    @property
+    def last_model_path(self) -> str:
+        """Path of the ``save_last`` file, or of the file written at Ctrl-C or an exception."""
+        return self._kept.last
+
+    @last_model_path.setter
+    def last_model_path(self, path: str) -> None:
+        self._adopt(last=str(path))
+
     def known_files(self) -> set[str]:
         """Returns the paths of all files that this callback keeps."""
         return self._adopted().all()
+
+    def found_last_checkpoints(self, trainer: Trainer) -> list[str]:
+        """Returns what an overridden ``_find_last_checkpoints`` finds; without an override nothing."""
+        own = ModelCheckpoint._find_last_checkpoints
+        overridden = "_find_last_checkpoints" in vars(self) or type(self)._find_last_checkpoints is not own
+        return sorted(self._find_last_checkpoints(trainer)) if overridden else []
+
+    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
+        """Returns the ``save_last`` files in the folder, with and without a version."""
+        if not self.dirpath:
+            return set()
+        start = storage.join(self.dirpath, self.CHECKPOINT_NAME_LAST)
+        return {path for path in storage.files_in(self.dirpath, self.FILE_EXTENSION) if path.startswith(start)}
+
+    def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
+        """Writes ``best_k_models`` to a YAML file, by default ``best_k_models.yaml`` in ``dirpath``."""
+        import yaml
+
+        path = (
+            storage.join(self.dirpath or "", "best_k_models.yaml") if filepath is None else storage.normalized(filepath)
+        )
+        filesystem, place = storage.filesystem_of(path)
+        with filesystem.open(place, "w") as file:
+            yaml.dump({name: float(score) for name, score in self.best_k_models.items()}, file)
+
+    @property
+    def _shared_models(self) -> dict[str, Tensor]:
+        """The dict that ``best_k_models`` returns; the callback adopts changes that a program makes in it."""
+        if self._models_of is not self._kept:
+            self._models = self._kept.shown()
+            self._models_of = self._kept
+        return self._models
+
+    def _adopted(self) -> KeptFiles:
+        """Returns the kept files, with the changes that were made in the dict of ``best_k_models``."""
+        return self._kept.edited(self._models, self.mode) if self._models_of is self._kept else self._kept
+
+    def _adopt(self, **changes: Any) -> None:
+        """Stores assigned values as the callback's state; ``best_k_models`` stays the same dict."""
+        self._models = self._shared_models
+        self._kept = dataclasses.replace(self._adopted(), **changes)
+        self._models_of = self._kept
 
     @property
     def state_key(self) -> str:
@@ -220,8 +351,7 @@ class ModelCheckpoint(RotationMethods):
         self._kept = kept.without({path for path in kept.all() if not self._trusts(path)})
         self._foreign = frozenset(kept.all())  # until training starts and the files' headers are read
         self._lineage = Lineage.from_state_dict(state_dict)
-        if self._saves_by_methods:
-            self._assigned = {name: state_dict[name] for name in _ASSIGNED if state_dict.get(name) is not None}
+        self._load_assigned(state_dict)
         self._restored = True
 
     def _trusts(self, path: str) -> bool:
@@ -290,8 +420,7 @@ class ModelCheckpoint(RotationMethods):
         )
         if self._io is not None:
             return kept, foreign, lineage  # a plug-in need not write local files, so there is nothing to list
-        planner = dataclasses.replace(self._planner(trainer), foreign=foreign)
-        return planner.remove_leftovers(kept), foreign, lineage
+        return planner_of(trainer, self, foreign).remove_leftovers(kept), foreign, lineage
 
     def _start_at(self, step: int) -> None:
         self._saved_step = step
@@ -315,13 +444,8 @@ class ModelCheckpoint(RotationMethods):
             trainer.reduce_step_metrics()  # the file is ranked by this step's values
             if self._leaves_to_validation(trainer):
                 self._waits = True
-            elif self._saves_by_methods:
-                if self.monitor is None or self.monitor in self._metrics(trainer):
-                    self._by_methods(trainer, self._save_at_step)
-                else:  # as in Lightning, the next validation then makes the complete save
-                    self._waits = True
             else:
-                self._save(trainer)
+                self._rotation.at_step(trainer)
 
     def _leaves_to_validation(self, trainer: Trainer) -> bool:
         """Returns whether a save that is due is made after the validation of this step, which may log ``monitor``, as in Lightning.
@@ -342,33 +466,24 @@ class ModelCheckpoint(RotationMethods):
             return
         waited = self._waits
         self._waits = False
-        if self._saves_by_methods:
-            self._by_methods(trainer, self._save_at_step if waited else self._save_at_epoch_end)
-            return
         if waited:
-            self._save(trainer)
-        self._save_epoch(trainer)
+            self._rotation.at_step(trainer)
+        else:
+            self._rotation.at_epoch_end(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Saves, unless this callback saves after validation; from now on a missing ``monitor`` is an error."""
         self._metrics_complete = self._validated or not has_validation(trainer)
         if self._should_save_on_train_epoch_end(trainer):
-            if self._saves_by_methods:
-                self._by_methods(trainer, self._save_at_epoch_end)
-            else:
-                self._save_epoch(trainer)
+            self._rotation.at_epoch_end(trainer)
         if self._metrics_complete and self._unjudged:
             self._unjudged = False
             self._check_monitor(trainer, ranked=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Writes the ``save_last`` file if training ended before any save was due."""
-        if not self.save_last or self._kept.last:
-            return
-        if self._saves_by_methods:
-            self._by_methods(trainer, lambda one: self._save_last_checkpoint(one, self._shared_candidates(one)))
-        else:
-            self._save(trainer, ranked=False)
+        if self.save_last and not self._kept.last:
+            self._rotation.at_end(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         """Saves if training was ended by Ctrl-C, a signal or a ``nan_policy``, or, with ``save_on_exception``, by any exception."""
@@ -376,52 +491,34 @@ class ModelCheckpoint(RotationMethods):
         if not (on_any_exception or ends_everywhere(trainer, exception)):
             return
         if self._saved_step != trainer.global_step:
-            if self._saves_by_methods:
-                self._by_methods(trainer, self._save_at_exception)
-            else:
-                self._save(trainer, ranked=False)
+            self._rotation.at_exception(trainer)
         elif self._kept.files and not self._kept.last:
             # The step has a file already; ``last_model_path`` then names that one.
             self._kept = dataclasses.replace(self._kept, last=self._kept.files[-1])
 
-    def _by_methods(self, trainer: Trainer, save: Callable[[Trainer], None]) -> None:
-        """Saves by Lightning's methods, because a subclass overrides one; marks all files that they write as this callback's."""
-        if trainer.fast_dev_run:
-            return
-        self._settle(trainer)
-        self._rotating = True
-        try:
-            save(trainer)
-        finally:
-            self._rotating = False
+    @property
+    def _planned_rotation(self) -> PlannedRotation:
+        return PlannedRotation(self)
 
-    def _write_file(self, trainer: Trainer, plan: SavePlan) -> None:
-        self._write(trainer, plan)
+    def _settle(self, trainer: Trainer) -> None:
+        """Waits for a write in flight; only :class:`AsyncCheckpoint` has one."""
 
-    def _save_epoch(self, trainer: Trainer) -> None:
-        if self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
-            self._save(trainer)
+    def _is_due_epoch(self, trainer: Trainer) -> bool:
+        return bool(self.every_n_epochs) and (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
-    def _save(self, trainer: Trainer, *, ranked: bool = True) -> None:
-        """Writes the file that rank 0 plans, then removes surplus files, then publishes the new paths; called by every rank.
+    def _should_save_on_exception(self, trainer: Trainer) -> bool:
+        """Returns whether ``save_on_exception`` asks for a file of this step."""
+        return self.save_on_exception and trainer.state.fitting and not trainer.fast_dev_run
 
-        ``ranked`` False saves whatever the value of ``monitor``, and does not compare the file with the others.
-        """
-        step = trainer.global_step
-        already_done = step == (self._judged_step if ranked else self._saved_step)
-        saves_nothing = trainer.fast_dev_run or not (self.save_top_k or self.save_last)
-        if already_done or saves_nothing:
-            return
-        self._check_monitor(trainer, ranked=ranked)
-        plan = trainer.strategy.on_rank_zero(lambda: self._plan(trainer, ranked=ranked))
-        if not plan.target:
-            return
-        if ranked:
-            self._judged_step = step
-        self._execute(trainer, plan)
-        self._saved_step = step
-        if self.verbose and trainer.is_global_zero:
-            _LOG.info("%s: step %d is saved in %s", type(self).__name__, step, plan.target)
+    def _should_save_on_train_epoch_end(self, trainer: Trainer) -> bool:
+        """Returns whether files are saved at the end of the train epoch, not after validation."""
+        if self._save_on_train_epoch_end is not None:
+            return self._save_on_train_epoch_end
+        return checks_at_train_epoch_end(trainer)
+
+    def _metrics(self, trainer: Trainer) -> dict[str, Tensor | float]:
+        """Returns the values that rank and name a file."""
+        return {**trainer.monitored_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
 
     def _check_monitor(self, trainer: Trainer, *, ranked: bool) -> None:
         """Raises :class:`ConfigError` if ``monitor`` is missing after a full epoch; before that, only notes that it is missing."""
@@ -432,57 +529,6 @@ class ModelCheckpoint(RotationMethods):
                 f"{missing_monitor(trainer, argument, str(self.monitor))}; 'epoch' and 'step' always exist"
             )
         self._unjudged = self._unjudged or missing
-
-    def _plan(self, trainer: Trainer, *, ranked: bool) -> SavePlan:
-        """Returns rank 0's decision: the file, its name and the files it replaces; first renames files that have a needed name."""
-        metrics = self._metrics(trainer)
-        score: float | None = None
-        if ranked and self.monitor is not None and self.monitor in metrics:
-            score = float(metrics[self.monitor])
-        waits_for_monitor = ranked and self.monitor is not None and score is None  # it was not logged yet
-        path = ""
-        if self.save_top_k and not waits_for_monitor:
-            path = self.format_checkpoint_name(metrics)
-            self._warn_of_zeros(trainer, metrics)
-        last = self.format_checkpoint_name(metrics, self.CHECKPOINT_NAME_LAST) if self.save_last else ""
-        plan = self._planner(trainer).plan(self._adopted(), path, last, score)
-        if not ranked and not last:
-            # ``last_model_path`` also names a file that was written at Ctrl-C or an exception.
-            plan = dataclasses.replace(plan, after=dataclasses.replace(plan.after, last=plan.target))
-        plan.make_room()
-        return plan
-
-    def _warn_of_zeros(self, trainer: Trainer, metrics: Mapping[str, Tensor | float]) -> None:
-        """Warns once about metrics in the file name that were not logged."""
-        if self._told_of_zeros:
-            return
-        missing = [name for name in self._template(self.filename).fields if name not in metrics]
-        if missing:
-            self._told_of_zeros = True
-            _LOG.warning(
-                "%s; file names have 0 for %s, and 'epoch' and 'step' always exist",
-                missing_monitor(trainer, f"ModelCheckpoint(filename={self.filename!r})", missing[0]),
-                ", ".join(map(repr, missing)),
-            )
-
-    def _planner(self, trainer: Trainer) -> SavePlanner:
-        return SavePlanner(
-            folder=self.dirpath or "",
-            top_k=self.save_top_k,
-            mode=self.mode,
-            versions=self.enable_version_counter,
-            link_last=self.save_last == "link",
-            join=self.CHECKPOINT_JOIN_CHAR,
-            first_version=self.STARTING_VERSION,
-            protected=storage.normalized(trainer.ckpt_path) if trainer.ckpt_path else "",
-            foreign=self._foreign,
-        )
-
-    def _execute(self, trainer: Trainer, plan: SavePlan) -> None:
-        """Carries out the plan; :class:`AsyncCheckpoint` does so in the background."""
-        self._write(trainer, plan)
-        trainer.strategy.on_rank_zero(plan.rotate)
-        self._publish(trainer, plan)
 
     def _write(self, trainer: Trainer, plan: SavePlan, write: Callable[[str, StateDict], None] | None = None) -> None:
         """Lets the Trainer write the checkpoint; the callback state inside already includes the new file."""
@@ -508,6 +554,35 @@ class ModelCheckpoint(RotationMethods):
         self._assigned = {}
         self._last_checkpoint_saved = plan.target
         trainer.delivery.after_save_checkpoint(self)
+
+    def format_checkpoint_name(
+        self,
+        metrics: Mapping[str, Tensor | float],
+        filename: str | None = None,
+        ver: int | None = None,
+        prefix: str | None = None,
+    ) -> str:
+        """Returns the path of a checkpoint with these metrics, in ``dirpath`` once ``dirpath`` is known."""
+        name = self._format_checkpoint_name(
+            filename or self.filename, metrics, prefix, auto_insert_metric_name=self.auto_insert_metric_name
+        )
+        version = "" if ver is None else f"{self.CHECKPOINT_JOIN_CHAR}v{ver}"
+        return storage.join(self.dirpath or "", f"{name}{version}{self.FILE_EXTENSION}")
+
+    def _format_checkpoint_name(
+        self,
+        filename: str | None,
+        metrics: Mapping[str, Tensor | float],
+        prefix: str | None = None,
+        auto_insert_metric_name: bool = True,
+    ) -> str:
+        """Returns the name of a checkpoint with these metrics, without folder, version and extension."""
+        equals = self.CHECKPOINT_EQUALS_CHAR if auto_insert_metric_name else None
+        name = self._template(filename).fill(metrics, equals)
+        return name if prefix is None else f"{prefix}{self.CHECKPOINT_JOIN_CHAR}{name}"
+
+    def _template(self, filename: str | None) -> FileNameTemplate:
+        return template_of(filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}")
 
     def _check_arguments(self) -> None:
         """Raises :class:`ConfigError` for arguments that cannot work in any run."""
