@@ -43,7 +43,7 @@ FAULTS = {
     ),
     "accumulation": ("engine/update.py", "or (last and self._steps_at_epoch_end)", "or last"),
     "resume": ("engine/update.py", "1 + (self._state.open_batches - batch_idx)", "1 + (-batch_idx)"),
-    "epoch mean": ("metrics/slots.py", "self.tensor.add_(value, alpha=weight)", "self.tensor.add_(value)"),
+    "epoch mean": ("metrics/slots.py", "self.number += value * weight", "self.number += value * max(weight, 3)"),
     "best file": ("callbacks/_checkpoint_files.py", "sort_key(score, mode) < worst", "sort_key(score, mode) <= worst"),
     "exchange": (
         "gradients/flat.py",
