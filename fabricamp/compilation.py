@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import torch
 
 from fabricamp._utils.keywords import NamesKeywords
+from fabricamp.arguments.checks import check_flag
 from fabricamp.errors import ConfigError, nearest
 
 Part: TypeAlias = Literal["step", "modules", "blocks"]
@@ -52,8 +53,7 @@ class Compile(NamesKeywords):
             raise ConfigError(
                 f"Compile({part!r}) is not allowed{nearest(str(part), _PARTS)} (allowed: {', '.join(map(repr, _PARTS))}, None)"
             )
-        if not isinstance(evaluation, bool):
-            raise ConfigError(f"Compile(evaluation={evaluation!r}) is not allowed (allowed: True, False)")
+        check_flag("evaluation", evaluation, owner="Compile")
         known = [key for key in inspect.signature(torch.compile).parameters if key != "model"]
         for key in options:
             if key not in known:

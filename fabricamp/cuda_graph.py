@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fabricamp._utils.keywords import NamesKeywords
+from fabricamp.arguments.checks import check_flag, check_number
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,21 +59,11 @@ class CudaGraph(NamesKeywords):
         required: bool = True,
         hook_entries: Sequence[str | int | Sequence[str | int]] = (),
     ) -> None:
-        for name, value, least in (
-            ("warmup", warmup, _FEWEST_WARMUPS),
-            ("shapes", shapes, 1),
-            ("steps", steps, 1),
-            ("check_every", check_every, 0),
-        ):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"CudaGraph({name}={value!r}) is not allowed; give a whole number from {least}")
-        if not isinstance(required, bool):
-            raise ConfigError(f"CudaGraph(required={required!r}) is not allowed (allowed: True, False)")
-        self.warmup = warmup
-        self.shapes = shapes
-        self.steps = steps
-        self.check_every = check_every
-        self.required = required
+        self.warmup = check_number("warmup", warmup, owner="CudaGraph", least=_FEWEST_WARMUPS)
+        self.shapes = check_number("shapes", shapes, owner="CudaGraph", least=1)
+        self.steps = check_number("steps", steps, owner="CudaGraph", least=1)
+        self.check_every = check_number("check_every", check_every, owner="CudaGraph", least=0)
+        self.required = check_flag("required", required, owner="CudaGraph")
         self.hook_entries = _entries_of(hook_entries)
 
     def one_by_one(self) -> CudaGraph:

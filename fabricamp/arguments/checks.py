@@ -25,8 +25,13 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
-def check_count(name: str, value: Any, *, least: int, endless: bool = False, optional: bool = False) -> int | None:
-    """Returns a whole number from ``least``; ``endless`` also allows -1, ``optional`` also allows None."""
+def check_count(
+    name: str, value: Any, *, least: int, owner: str = "", endless: bool = False, optional: bool = False
+) -> int | None:
+    """Returns a whole number from ``least``; ``endless`` also allows -1, ``optional`` also allows None.
+
+    ``owner``: the class whose argument it is, for the message.
+    """
     if value is None and optional:
         return None
     whole = whole_number(value)
@@ -38,7 +43,7 @@ def check_count(name: str, value: Any, *, least: int, endless: bool = False, opt
             allowed += ", or -1 for no limit"
         if optional:
             allowed += ", or None"
-        raise ConfigError(f"{name}={value!r} is not allowed; give {allowed}")
+        raise _not_allowed(owner, name, value, allowed)
     return whole
 
 
@@ -52,17 +57,22 @@ def whole_number(value: object) -> int | None:
         return None
 
 
-def check_number(name: str, value: object, *, least: int, endless: bool = False) -> int:
+def check_number(name: str, value: object, *, least: int, owner: str = "", endless: bool = False) -> int:
     """Returns a whole number from ``least``; ``endless`` also allows -1."""
-    return check_count(name, value, least=least, endless=endless) or 0
+    return check_count(name, value, least=least, owner=owner, endless=endless) or 0
 
 
-def check_flag(name: str, value: object, *, others: tuple[Any, ...] = ()) -> Any:
-    """Returns True, False or one of ``others``."""
+def check_flag(name: str, value: object, *, owner: str = "", others: tuple[Any, ...] = ()) -> Any:
+    """Returns True, False or one of ``others``; ``owner``: the class whose argument it is, for the message."""
     if isinstance(value, bool) or (value in others and not isinstance(value, int)):
         return value
-    allowed = ", ".join(map(repr, (True, False, *others)))
-    raise ConfigError(f"{name}={value!r} is not allowed (allowed: {allowed})")
+    *first, last = map(repr, (True, False, *others))
+    raise _not_allowed(owner, name, value, f"{', '.join(first)} or {last}")
+
+
+def _not_allowed(owner: str, name: str, value: object, allowed: str) -> ConfigError:
+    given = f"{owner}({name}={value!r})" if owner else f"{name}={value!r}"
+    return ConfigError(f"{given} is not allowed; give {allowed}")
 
 
 def check_choice(name: str, value: object, choices: tuple[Any, ...]) -> Any:
@@ -89,4 +99,4 @@ def check_kind(owner: object, kind: str, *, optional: bool = False, **given: Any
         is_bool = isinstance(value, bool)  # a bool is an int, too
         if not isinstance(value, _KINDS[kind]) or is_bool is not (kind == "True or False"):
             allowed = f"{kind} or None" if optional else kind
-            raise ConfigError(f"{type(owner).__name__}({name}={value!r}): give {allowed}")
+            raise _not_allowed(type(owner).__name__, name, value, allowed)

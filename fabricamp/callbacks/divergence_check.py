@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fabricamp.arguments.checks import check_number
 from fabricamp.callbacks.base import Callback
-from fabricamp.errors import ConfigError, DistributedError
+from fabricamp.errors import DistributedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,9 +39,7 @@ class DivergenceCheck(Callback):
 
     def __init__(self, every_n_steps: int = 1000) -> None:
         super().__init__()
-        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
-            raise ConfigError(f"DivergenceCheck(every_n_steps={every_n_steps!r}): give a whole number from 1")
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = check_number("every_n_steps", every_n_steps, owner="DivergenceCheck", least=1)
         self._next_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:

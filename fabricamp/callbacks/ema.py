@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fabricamp.arguments.checks import check_kind
+from fabricamp.arguments.checks import check_number
 from fabricamp.callbacks.weight_averaging import WeightAveraging, exponential
-from fabricamp.errors import ConfigError
 
 
 class EMA(WeightAveraging):
@@ -39,12 +38,9 @@ class EMA(WeightAveraging):
     ) -> None:
         super().__init__(use_buffers=use_buffers)
         self._rule = exponential(self, decay)
-        check_kind(self, "a whole number", every=every, start=start)
-        if every < 1 or start < 0:
-            raise ConfigError(f"EMA(every={every!r}, start={start!r}): give a whole number from 1, and one from 0")
         self.decay = decay
-        self.every = every
-        self.start = start
+        self.every = check_number("every", every, owner="EMA", least=1)
+        self.start = check_number("start", start, owner="EMA", least=0)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Returns whether ``every`` divides the number of this step (from 1) and ``start`` is reached."""

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import Sampler
 
 from fabricamp._utils.keywords import NamesKeywords
+from fabricamp.arguments.checks import check_count, check_number
 from fabricamp.errors import ConfigError
 
 
@@ -48,10 +49,20 @@ class LengthGroups(NamesKeywords, Sampler[list[int]]):
         seed: int = 0,
     ) -> None:
         self.lengths = [int(length) for length in lengths]
-        self._check(batch_size, max_tokens, group)
-        self.batch_size = batch_size
-        self._max_tokens = max_tokens
-        self._group = group
+        if (batch_size is None) == (max_tokens is None):
+            raise ConfigError(
+                f"LengthGroups(batch_size={batch_size}, max_tokens={max_tokens}): give one of them: the samples of a batch, or "
+                "the most tokens of a padded batch"
+            )
+        self.batch_size = check_count("batch_size", batch_size, owner="LengthGroups", least=1, optional=True)
+        self._max_tokens = check_count("max_tokens", max_tokens, owner="LengthGroups", least=1, optional=True)
+        self._group = check_number("group", group, owner="LengthGroups", least=1)
+        if self._max_tokens is not None and self.lengths and max(self.lengths) > self._max_tokens:
+            longest = self.lengths.index(max(self.lengths))
+            raise ConfigError(
+                f"LengthGroups: sample {longest} is {self.lengths[longest]} long, more than max_tokens={max_tokens}; leave it out, "
+                "cut it, or allow more"
+            )
         self.shuffle = shuffle
         """Whether each epoch has a different order."""
         self._drop_last = drop_last
@@ -63,23 +74,6 @@ class LengthGroups(NamesKeywords, Sampler[list[int]]):
         self.num_replicas = 1
         self._even = False
         self._planned: tuple[int, list[list[int]]] | None = None
-
-    def _check(self, batch_size: int | None, max_tokens: int | None, group: int) -> None:
-        sizes = {"batch_size": batch_size, "max_tokens": max_tokens, "group": group}
-        for name, value in sizes.items():
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"LengthGroups({name}={value!r}): give a whole number from 1")
-        if (batch_size is None) == (max_tokens is None):
-            raise ConfigError(
-                f"LengthGroups(batch_size={batch_size}, max_tokens={max_tokens}): give one of them: the samples of a batch, or "
-                "the most tokens of a padded batch"
-            )
-        if max_tokens is not None and self.lengths and max(self.lengths) > max_tokens:
-            longest = self.lengths.index(max(self.lengths))
-            raise ConfigError(
-                f"LengthGroups: sample {longest} is {self.lengths[longest]} long, more than max_tokens={max_tokens}; leave it out, "
-                "cut it, or allow more"
-            )
 
     def share_out(self, rank: int, world_size: int, *, train: bool) -> None:
         """Sets this rank's share; called by the Trainer.  With ``train``, every rank gets the same number of batches."""

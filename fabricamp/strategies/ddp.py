@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fabricamp._utils.say_once import say_once
+from fabricamp.arguments.checks import check_flag
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.gradients.flat import IN_PLACE, FlatGradients, Gradients, Transport
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange, elements_of
@@ -81,10 +82,10 @@ class DDP(ProcessGroupStrategy):
         timeout: float | timedelta | None = None,
     ) -> None:
         super().__init__(timeout=timeout)
-        self.find_unused_parameters = _checked_switch("find_unused_parameters", find_unused_parameters)
-        self.static_graph = _checked_switch("static_graph", static_graph)
-        self.gradient_as_bucket_view = _checked_switch("gradient_as_bucket_view", gradient_as_bucket_view)
-        self.broadcast_buffers = _checked_switch("broadcast_buffers", broadcast_buffers)
+        self.find_unused_parameters = check_flag("find_unused_parameters", find_unused_parameters, owner="DDP")
+        self.static_graph = check_flag("static_graph", static_graph, owner="DDP")
+        self.gradient_as_bucket_view = check_flag("gradient_as_bucket_view", gradient_as_bucket_view, owner="DDP")
+        self.broadcast_buffers = check_flag("broadcast_buffers", broadcast_buffers, owner="DDP")
         self.bucket_cap_mb = _checked_capacity(bucket_cap_mb)
         self.comm_hook = None if comm_hook is None else _checked_hook(comm_hook)
         self._forward: _Forward | None = None
@@ -324,12 +325,6 @@ def _check_trainable(module: nn.Module) -> None:
             f"strategy='ddp' exchanges gradients, but {type(module).__name__} has no parameter with "
             "requires_grad=True; unfreeze some, or use strategy='single' with devices=1"
         )
-
-
-def _checked_switch(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"DDP({name}={value!r}) has to be True or False")
-    return value
 
 
 def _checked_capacity(value: object) -> float | None:

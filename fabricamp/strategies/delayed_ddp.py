@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from fabricamp.arguments.checks import check_flag, check_number
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.gradients.flat import IN_PLACE, FlatGradients, Gradients
 from fabricamp.strategies.ddp import AfterBroadcast
@@ -19,8 +20,6 @@ from fabricamp.strategies.exchange import (
     DEFAULT_BUCKET_MB,
     Exchange,
     checked_communicators,
-    checked_count,
-    checked_switch,
     checked_transport,
     checked_triggers,
     indices_of_triggers,
@@ -95,13 +94,13 @@ class DelayedDDP(ProcessGroupStrategy):
         timeout: float | timedelta | None = None,
     ) -> None:
         super().__init__(timeout=timeout)
-        self.message_size = None if message_size is None else checked_count("message_size", message_size)
+        self.message_size = None if message_size is None else check_number("message_size", message_size, least=1)
         self.allreduce_trigger_params = checked_triggers(allreduce_trigger_params)
-        self.num_allreduce_streams = checked_count("num_allreduce_streams", num_allreduce_streams)
+        self.num_allreduce_streams = check_number("num_allreduce_streams", num_allreduce_streams, least=1)
         self.allreduce_communicators = checked_communicators(allreduce_communicators, self.num_allreduce_streams)
-        self.retain_allreduce_buffers = checked_switch("retain_allreduce_buffers", retain_allreduce_buffers)
-        self.broadcast_buffers = checked_switch("broadcast_buffers", broadcast_buffers)
-        self.prof = checked_switch("prof", prof)
+        self.retain_allreduce_buffers = check_flag("retain_allreduce_buffers", retain_allreduce_buffers)
+        self.broadcast_buffers = check_flag("broadcast_buffers", broadcast_buffers)
+        self.prof = check_flag("prof", prof)
         self.transport = checked_transport(
             allreduce_dtype,
             always_fp32=allreduce_always_fp32,
@@ -116,7 +115,7 @@ class DelayedDDP(ProcessGroupStrategy):
         """Returns whether gradients are exchanged after backward; raises :class:`ConfigError` if the options contradict that."""
         overlapped = self.message_size is not None or bool(self.allreduce_trigger_params)
         if delay_allreduce is not None:
-            delayed = checked_switch("delay_allreduce", delay_allreduce)
+            delayed = check_flag("delay_allreduce", delay_allreduce)
             if delayed and overlapped:
                 raise ConfigError(
                     "delay_allreduce=True exchanges after backward, and message_size or allreduce_trigger_params while it runs; "

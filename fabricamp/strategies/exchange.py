@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fabricamp.arguments.checks import check_flag
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.gradients.buckets import Bucket, Piece, RankSums, plan_messages
 from fabricamp.gradients.flat import Transport
@@ -96,28 +97,14 @@ def marked(name: str, device: torch.device) -> AbstractContextManager[object]:
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def checked_switch(name: str, value: object) -> bool:
-    """Returns ``value``; raises :class:`ConfigError` unless it is True or False."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} has to be True or False")
-    return value
-
-
-def checked_count(name: str, value: object) -> int:
-    """Returns ``value``; raises :class:`ConfigError` unless it is a whole number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}={value!r} has to be a whole number of at least 1")
-    return value
-
-
 def checked_transport(dtype: object, *, always_fp32: object, average: object, predivide: object) -> Transport:
     """Returns the transport (dtype and division) of gradients; raises :class:`ConfigError` for wrong options."""
-    always_fp32 = checked_switch("allreduce_always_fp32", always_fp32)
+    checked_fp32: bool = check_flag("allreduce_always_fp32", always_fp32)
     if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype in _DTYPES)):
         raise ConfigError(
             f"allreduce_dtype={dtype!r} has to be torch.float16, torch.bfloat16, torch.float32, or None for the gradients' own"
         )
-    if always_fp32 and dtype not in (None, torch.float32):
+    if checked_fp32 and dtype not in (None, torch.float32):
         raise ConfigError(
             f"allreduce_always_fp32=True and allreduce_dtype={dtype} contradict each other; leave one out"
         )
@@ -127,8 +114,8 @@ def checked_transport(dtype: object, *, always_fp32: object, average: object, pr
         )
     return Transport(
         dtype=dtype,
-        always_fp32=always_fp32,
-        average=checked_switch("gradient_average", average),
+        always_fp32=checked_fp32,
+        average=check_flag("gradient_average", average),
         predivide=None if predivide is None else float(predivide),
     )
 

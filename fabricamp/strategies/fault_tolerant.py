@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
+from fabricamp.arguments.checks import whole_number
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.gradients.flat import FlatGradients, Gradients, Transport
 from fabricamp.strategies.base import Strategy
@@ -207,7 +208,7 @@ def _from_environment(argument: str, value: object, variable: str, *, least: int
             f"FaultTolerant({argument}=None) takes {variable}, which is not set; give {argument}, or set it"
         )
     source = f"FaultTolerant({argument}={value!r})" if value is not None else f"{variable}={given!r}"
-    number = int(given) if isinstance(given, str) and given.isdecimal() else given
-    if isinstance(number, bool) or not isinstance(number, int) or number < least:
-        raise ConfigError(f"{source} has to be a whole number from {least}")
+    number = whole_number(int(given) if isinstance(given, str) and given.isdecimal() else given)
+    if number is None or number < least:
+        raise ConfigError(f"{source} is not allowed; give a whole number from {least}")
     return number

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fabricamp.arguments.checks import check_flag, check_number
 from fabricamp.errors import ConfigError
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.peer_memory import NO_TURN
@@ -118,8 +119,8 @@ class FSDP(ProcessGroupStrategy, Sharding):
         asked_exchange()  # raises for a wrong value
         self.units = units if units == "auto" else _checked_classes("units", units)
         self.activation_checkpointing = _checked_classes("activation_checkpointing", activation_checkpointing)
-        self.replicate = _checked_replicate(replicate)
-        self.offload = _checked_offload(offload)
+        self.replicate = check_number("replicate", replicate, owner="FSDP", least=1)
+        self.offload = check_flag("offload", offload, owner="FSDP")
         self.parallelize = parallelize
         self.tensor_parallel = checked_tensor_parallel(parallelize, tensor_parallel)
         if self.offload and parallelize is not None:
@@ -838,22 +839,6 @@ def _checked_classes(name: str, value: object) -> list[type[nn.Module]]:
     also = "'auto', or " if name == "units" else ""
     raise ConfigError(
         f"FSDP({name}={value!r:.200}) has to be {also}a list of classes of submodules, such as {name}=[Block]"
-    )
-
-
-def _checked_offload(value: object) -> bool:
-    """Returns ``offload``; raises :class:`ConfigError` unless it is True or False."""
-    if isinstance(value, bool):
-        return value
-    raise ConfigError(f"FSDP(offload={value!r}) has to be True (shards are in host memory) or False")
-
-
-def _checked_replicate(value: object) -> int:
-    """Returns ``replicate``; raises :class:`ConfigError` unless it is a whole number from 1."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    raise ConfigError(
-        f"FSDP(replicate={value!r}) has to be a whole number from 1: how many copies of the module there are"
     )
 
 

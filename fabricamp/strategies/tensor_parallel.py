@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fabricamp.arguments.checks import check_number
 from fabricamp.errors import ConfigError
 from fabricamp.ops.shards import any_shard, is_shard
 
@@ -20,12 +21,7 @@ _PLAIN_TYPES = (bool, int, float, str, tuple, type(None))
 
 def checked_tensor_parallel(parallelize: object, tensor_parallel: object) -> int:
     """Returns the number of ranks that layers are split over; raises :class:`ConfigError` for wrong options."""
-    number = tensor_parallel if isinstance(tensor_parallel, int) and not isinstance(tensor_parallel, bool) else 0
-    if number < 1:
-        raise ConfigError(
-            f"FSDP(tensor_parallel={tensor_parallel!r}) has to be a whole number from 1: over how many neighbouring ranks "
-            "parallelize(module, mesh) splits layers"
-        )
+    number = check_number("tensor_parallel", tensor_parallel, owner="FSDP", least=1)
     if parallelize is not None and not callable(parallelize):
         raise ConfigError(f"FSDP(parallelize={parallelize!r:.200}) has to be a function of the module and a mesh")
     if (parallelize is None) != (number == 1):

@@ -369,7 +369,7 @@ def test_a_second_fit_begins_a_new_average():
     ("make", "words"),
     [
         (lambda: EMA(1.5), r"EMA\(decay=1.5\): give a number from 0 to 1"),
-        (lambda: EMA(every=0), r"EMA\(every=0, start=0\): give a whole number from 1"),
+        (lambda: EMA(every=0), r"EMA\(every=0\) is not allowed; give a whole number from 1"),
         (lambda: EMA(start="x"), "start='x'.*give a whole number"),
         (lambda: EMAWeightAveraging(decay="x"), "decay='x'.*give a number"),
         (lambda: EMAWeightAveraging(avg_fn=len), "follows from decay; use WeightAveraging"),

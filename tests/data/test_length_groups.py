@@ -167,7 +167,7 @@ def test_the_trainer_shares_it_out_and_goes_on_in_it(tmp_path):
     [
         ({}, "give one of them"),
         ({"batch_size": 2, "max_tokens": 9}, "give one of them"),
-        ({"batch_size": 0}, r"batch_size=0\): give a whole number from 1"),
+        ({"batch_size": 0}, r"batch_size=0\) is not allowed; give a whole number from 1"),
         ({"max_tokens": 8}, "sample 1 is 9 long, more than max_tokens=8"),
     ],
 )

@@ -106,8 +106,8 @@ def strategy(groups=1, group=0):
     [
         ({"groups": 2}, r"REPLICA_GROUP_ID, which is not set"),
         ({"groups": 2, "group": 2}, r"give 0 to 1"),
-        ({"groups": 0, "group": 0}, r"groups=0\) has to be a whole number from 1"),
-        ({"groups": 2, "group": "first"}, r"group='first'\) has to be a whole number from 0"),
+        ({"groups": 0, "group": 0}, r"groups=0\) is not allowed; give a whole number from 1"),
+        ({"groups": 2, "group": "first"}, r"group='first'\) is not allowed; give a whole number from 0"),
         ({"groups": 2, "group": 0, "timeout": 0}, r"timeout=0 has to be a number of seconds"),
     ],
 )

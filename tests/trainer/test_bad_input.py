@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from fabricamp import CheckpointError, ConfigError, DataModule, TrainingModule
-from fabricamp.callbacks import EarlyStopping
+from fabricamp import DDP, FSDP, CheckpointError, Compile, ConfigError, CudaGraph, DataModule, TrainingModule
+from fabricamp.callbacks import EMA, DivergenceCheck, EarlyStopping, GradientMonitor
+from fabricamp.data import LengthGroups
 from tests.small import Classifier, data, loader, quiet_trainer
 
 
@@ -270,3 +273,37 @@ def test_a_module_outside_a_trainer():
         module.trainer  # noqa: B018
     module.log("x", 1.0)  # outside a run
     assert (module.global_step, module.current_epoch, module.global_rank) == (0, 0, 0)
+
+
+FLAGS = {
+    "static_graph": DDP,
+    "offload": FSDP,
+    "required": CudaGraph,
+    "evaluation": Compile,
+    "per_parameter": GradientMonitor,
+}
+COUNTS = {"replicate": FSDP, "steps": CudaGraph, "every": EMA, "every_n_steps": DivergenceCheck, "group": LengthGroups}
+
+
+@pytest.mark.parametrize("value", [1, "yes", None])
+@pytest.mark.parametrize("name", FLAGS)
+def test_one_sentence_for_a_flag(name, value):
+    given = rf"{FLAGS[name].__name__}\({name}={value!r}\)"
+    with pytest.raises(ConfigError, match=rf"^{given} is not allowed; give True or False$"):
+        FLAGS[name](**{name: value})
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "2", True])
+@pytest.mark.parametrize("name", COUNTS)
+def test_one_sentence_for_a_count(name, value):
+    needed = {"lengths": [1], "batch_size": 1} if name == "group" else {}
+    given = re.escape(f"{COUNTS[name].__name__}({name}={value!r})")
+    with pytest.raises(ConfigError, match=rf"^{given} is not allowed; give a whole number from 1$"):
+        COUNTS[name](**needed, **{name: value})
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_count_of_numpy_s_is_a_whole_number(name):
+    needed = {"lengths": [1], "batch_size": 1} if name == "group" else {}
+    made = COUNTS[name](**needed, **{name: np.int64(1)})
+    assert type(vars(made)["_group" if name == "group" else name]) is int

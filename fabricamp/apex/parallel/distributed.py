@@ -27,6 +27,7 @@ from fabricamp.apex.parallel._flat_calls import import_flatten_impl as import_fl
 from fabricamp.apex.parallel._flat_calls import split_by_type as split_by_type
 from fabricamp.apex.parallel._flat_calls import split_half_float_double as split_half_float_double
 from fabricamp.apex.parallel._module_layout import ModuleLayout, registrations
+from fabricamp.arguments.checks import check_flag, check_number
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.gradients.flat import Transport
 from fabricamp.strategies.base import Environment
@@ -34,8 +35,6 @@ from fabricamp.strategies.exchange import (
     DEFAULT_BUCKET_MB,
     Exchange,
     checked_communicators,
-    checked_count,
-    checked_switch,
     checked_transport,
     checked_triggers,
     marked,
@@ -91,14 +90,14 @@ class DistributedDataParallel(nn.Module):
         **of_torch: Any,
     ) -> None:
         super().__init__()
-        self.message_size = checked_count("message_size", message_size)
-        self.delay_allreduce = checked_switch("delay_allreduce", delay_allreduce)
+        self.message_size = check_number("message_size", message_size, least=1)
+        self.delay_allreduce = check_flag("delay_allreduce", delay_allreduce)
         self.allreduce_trigger_params = checked_triggers(allreduce_trigger_params)
-        self.num_allreduce_streams = checked_count("num_allreduce_streams", num_allreduce_streams)
+        self.num_allreduce_streams = check_number("num_allreduce_streams", num_allreduce_streams, least=1)
         self.allreduce_communicators = checked_communicators(allreduce_communicators, self.num_allreduce_streams)
-        self.retain_allreduce_buffers = checked_switch("retain_allreduce_buffers", retain_allreduce_buffers)
-        self.broadcast_buffers = checked_switch("broadcast_buffers", broadcast_buffers)
-        self.prof = checked_switch("prof", prof)
+        self.retain_allreduce_buffers = check_flag("retain_allreduce_buffers", retain_allreduce_buffers)
+        self.broadcast_buffers = check_flag("broadcast_buffers", broadcast_buffers)
+        self.prof = check_flag("prof", prof)
         self.transport = checked_transport(
             allreduce_dtype,
             always_fp32=allreduce_always_fp32,
