@@ -15,7 +15,7 @@ import secrets
 import string
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -111,12 +111,6 @@ class KeptFiles:
     last: str = ""
     spare: str = ""
     current: float | None = None
-
-    def __setstate__(self, values: list[Any]) -> None:
-        # A pickle of version 0.1.0 has no ``current``, the last field.
-        object.__setattr__(self, "current", None)
-        for attribute, value in zip(fields(self), values, strict=False):
-            object.__setattr__(self, attribute.name, value)
 
     def ranks(self, score: float, top_k: int, mode: str) -> bool:
         """Returns whether a file with ``score`` would be among the best ``top_k`` (-1: always); nan is the worst score."""
@@ -411,7 +405,7 @@ class Lineage:
 
     @staticmethod
     def from_state_dict(state: StateDict) -> Lineage:
-        """Restores :meth:`state_dict`; empty if the state is Lightning's or from a version without a lineage."""
+        """Restores :meth:`state_dict`; empty if the state is Lightning's."""
         earlier = {str(name): int(step) for name, step in state.get("earlier_attempts", {}).items()}
         return Lineage(str(state.get("attempt", "")), earlier)
 

@@ -94,7 +94,6 @@ class ModelCheckpoint(OverridableSave):
     STARTING_VERSION = 1
 
     monitors: ClassVar[bool] = True
-    trainable_only: bool = False  # a pickle of an earlier version has none of its own
 
     def __init__(
         self,
