@@ -46,6 +46,7 @@ PARTS = {
             "fabricamp/optimizers",
             "fabricamp/precision",
             "tests/cuda_on_cpu",
+            "tests/own_parts.py",
             "tests/windows.py",
         ),
     ),

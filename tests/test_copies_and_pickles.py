@@ -35,7 +35,7 @@ from fabricamp import precision as pr
 from fabricamp import profilers as pf
 from fabricamp import strategies as st
 from fabricamp.data.orders import SeededOrder
-from fabricamp.data.seeding import SeededDataset
+from fabricamp.data.sample_seeds import SeededDataset
 from fabricamp.gradients.flat import IN_PLACE, Gradients, Transport
 from fabricamp.optimizers import FusedAdam, UnsupportedError
 from tests.small import data, quiet_trainer

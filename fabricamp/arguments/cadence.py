@@ -1,4 +1,7 @@
-"""Durations and intervals given as arguments, and when a save or a validation is due: every n steps, every n minutes, or both."""
+"""Durations and intervals given as arguments, and when a save or a validation is due: every n steps, every n minutes, or both.
+
+:class:`Cadence` counts during a run; with minutes it reads rank 0's clock, so all ranks ask together (a broadcast).
+"""
 
 from __future__ import annotations
 

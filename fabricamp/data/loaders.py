@@ -25,6 +25,7 @@ from fabricamp.data.lengths import known_length
 from fabricamp.data.orders import DrawnOrder, GivenOrder, SeededOrder
 from fabricamp.data.position import batch_size_of, draw_seed
 from fabricamp.data.resident import ResidentLoader
+from fabricamp.data.sample_seeds import SeededDataset
 from fabricamp.data.samplers import (
     DrawingSampler,
     EvalSampler,
@@ -33,7 +34,6 @@ from fabricamp.data.samplers import (
     SharingSampler,
     TrainSampler,
 )
-from fabricamp.data.seeding import SeededDataset
 from fabricamp.data.sharding import Sharded, orders_of_ranks
 from fabricamp.data.unrepeatable import unrepeatable_order
 from fabricamp.errors import ConfigError

@@ -39,8 +39,8 @@ from fabricamp.data.length_groups import LengthGroups
 from fabricamp.data.lengths import ends_by_samples, is_sized_stream, known_length, most_batches_of
 from fabricamp.data.orders import GIVEN, Draw
 from fabricamp.data.resident import ResidentLoader
+from fabricamp.data.sample_seeds import SeededDataset
 from fabricamp.data.samplers import GivenSampler, TrainSampler
-from fabricamp.data.seeding import SeededDataset
 from fabricamp.errors import CheckpointError
 from fabricamp.rng import capture_rng, isolate_rng, restore_rng
 

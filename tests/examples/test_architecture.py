@@ -74,6 +74,21 @@ def test_every_file_that_is_named_is_there():
     assert len(named) > 30
 
 
+@pytest.mark.parametrize("room", ["engine", "engine/graph", "callbacks"])
+def test_every_module_of_a_room_is_named(room):
+    modules = [f"`{room}/{one.name}`" for one in (ROOT / "fabricamp" / room).glob("*.py") if one.name != "__init__.py"]
+    assert [one for one in modules if one not in PAGE] == []
+    assert len(modules) > 10
+
+
+def test_the_folder_of_each_room_s_tests_is_named():
+    folders = [one.name for one in (ROOT / "tests").iterdir() if any(one.glob("test_*.py"))]
+    tests_of_rooms = PAGE.split("### Where the tests of a room are")[1].split("## ")[0]
+    assert [
+        one for one in folders if f"tests/{one}/`" not in tests_of_rooms and f"`{one}/`" not in tests_of_rooms
+    ] == []
+
+
 def test_the_picture_has_every_part_and_the_glossary_is_short():
     picture = PAGE.split("```")[1]
     parts = [one.name for one in (ROOT / "fabricamp").iterdir() if one.is_dir() and (one / "__init__.py").exists()]
