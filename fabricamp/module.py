@@ -9,7 +9,6 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from fabricamp._utils import lightning_alias
 from fabricamp._utils.say_once import say_once
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.checkpoint.compiled_names import with_names_of
@@ -21,6 +20,7 @@ from fabricamp.engine.exporting import ExportMixin
 from fabricamp.engine.optimizer_setup import ManagedOptimizer
 from fabricamp.engine.run_context import DETACHED, RunContext, gathered
 from fabricamp.errors import ConfigError, NotAttachedError, nearest
+from fabricamp.habits import habits
 from fabricamp.hooks import ModuleHooks, call_hook
 from fabricamp.ops.shards import device_of
 from fabricamp.precision.base import Clip
@@ -325,7 +325,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
             )
         trainer = self.trainer
         device = self.device
-        if trainer.world_size == 1 and lightning_alias.is_installed():
+        if trainer.world_size == 1 and habits().one_process_gathers_nothing:
             return apply_to_collection(data, (Tensor, float, int), lambda value: _as_tensor(value, device))
         return apply_to_collection(
             data, (Tensor, float, int), lambda value: gathered(trainer, _as_tensor(value, device))
@@ -365,7 +365,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
 
     @_trainer.setter
     def _trainer(self, trainer: Any) -> None:
-        if lightning_alias.is_installed() or hasattr(trainer, "_runner"):  # a Trainer
+        if habits().trainer_by_private_name or hasattr(trainer, "_runner"):  # a Trainer
             vars(self).pop("_trainer", None)
             self.trainer = trainer
         else:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fabricamp._utils import lightning_alias
 from fabricamp._utils.first_rank import started_rank
 from fabricamp.arguments.checks import check_flag
 from fabricamp.errors import ConfigError
+from fabricamp.habits import habits
 
 if TYPE_CHECKING:
     from fabricamp._utils.types import StateDict
@@ -52,7 +52,7 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
 def global_seed() -> int:
     """Returns the seed that :func:`seed_everything` set in this process or in its parent; else 0."""
     # A program written for Lightning may set Lightning's variable itself, after a seed_everything.
-    lightnings_first = lightning_alias.is_installed() and _LIGHTNINGS_SEED in os.environ
+    lightnings_first = habits().lightnings_seed_first and _LIGHTNINGS_SEED in os.environ
     name = _SEED if _SEED in os.environ and not lightnings_first else _LIGHTNINGS_SEED
     return _checked(os.environ.get(name, "0"), f"the environment variable {name}")
 

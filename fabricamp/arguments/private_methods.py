@@ -10,8 +10,8 @@ from importlib import resources
 from types import CodeType, FunctionType
 from typing import Final
 
-from fabricamp._utils import lightning_alias
 from fabricamp.errors import ConfigError
+from fabricamp.habits import habits
 
 _HONOURED: Final = ("EarlyStopping", "ModelCheckpoint")
 """Classes that call Lightning's private methods as Lightning does."""
@@ -53,7 +53,7 @@ def refuse_private_methods(kind: type) -> None:
             continue
         lightnings = _LIGHTNINGS_NAMES.get(base.__name__, base.__name__)
         for name in _methods().get(lightnings, ()):
-            if name in private and (lightning_alias.is_installed() or not _calls(of_program, name)):
+            if name in private and (habits().private_names_are_lightnings or not _calls(of_program, name)):
                 raise ConfigError(
                     f"{private[name].__qualname__}.{name} overrides a private method of Lightning's {lightnings}, which fabricamp "
                     "never calls: use a public method or a hook instead; if the method is your own, give it another name"

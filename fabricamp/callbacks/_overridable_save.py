@@ -9,9 +9,9 @@ from operator import attrgetter
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from fabricamp._utils import lightning_alias
 from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.checkpoint import link_checkpoint, storage
+from fabricamp.habits import habits
 
 if TYPE_CHECKING:
     import os
@@ -80,7 +80,7 @@ class OverridableSave(Checkpoint):
     def _shares_models(self) -> bool:
         """Whether changes of the dict are adopted; otherwise a file that a native program drops from the dict would be removed."""
         is_own = type(self).__module__.startswith("fabricamp.")
-        return not is_own or self._calls_methods or lightning_alias.is_installed()
+        return not is_own or self._calls_methods or habits().best_models_are_shared
 
     def _load_assigned(self, state_dict: StateDict) -> None:
         """Restores the values that an override has assigned."""

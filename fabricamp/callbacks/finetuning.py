@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import Module, ModuleDict
 from torch.optim import Optimizer
 
-from fabricamp._utils import lightning_alias
 from fabricamp.arguments.checks import check_kind
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.habits import habits, say_difference
 from fabricamp.optimizers.closures import demands_closure
 from fabricamp.optimizers.later_groups import check_later_groups, refuse_later_group
 from fabricamp.optimizers.refusals import owned_parameters
@@ -139,8 +139,8 @@ class BaseFinetuning(Callback):
         known = _updated_by(optimizer)
         parameters = list(params)
         new = [parameter for parameter in parameters if id(parameter) not in known]
-        if lightning_alias.is_installed() and _any_equal(new, optimizer):
-            lightning_alias.say_difference(
+        if habits().says_differences and _any_equal(new, optimizer):
+            say_difference(
                 "parameters equal in value to others that the optimizer updates are added to it; Lightning treats them as the same"
             )
         if len(new) < len(parameters):

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from torch import Tensor
 
-from fabricamp._utils import lightning_alias
 from fabricamp.arguments.cadence import Cadence, Every, parse_every
 from fabricamp.arguments.checks import check_kind
 from fabricamp.arguments.not_offered import is_lightnings
@@ -37,6 +36,7 @@ from fabricamp.callbacks.base import ends_everywhere
 from fabricamp.checkpoint import storage
 from fabricamp.checkpoint.checkpoint_io import writes_own_files
 from fabricamp.errors import ConfigError
+from fabricamp.habits import habits
 from fabricamp.metrics.values import number_tensor
 
 if TYPE_CHECKING:
@@ -293,7 +293,7 @@ class ModelCheckpoint(OverridableSave):
 
         In a program written for Lightning it is Lightning's, without the filename.
         """
-        if lightning_alias.is_installed():
+        if habits().state_key_without_filename:
             return self._lightnings_key
         lengths = ", ".join(str(length) for length in self._lengths.values() if length not in (0, None))
         return f"{self._kind} every {lengths or '0'}"

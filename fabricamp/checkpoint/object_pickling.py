@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
-from fabricamp._utils import lightning_alias
 from fabricamp.checkpoint.lightning_names import PROTOCOL, refuse_unnamed, renamed
 from fabricamp.checkpoint.objects import START, PickledObjects, digest_of, get, put, whole_tensor
 from fabricamp.errors import CheckpointError
+from fabricamp.habits import habits
 from fabricamp.ops.shards import is_shard
 from fabricamp.precision.boundary import reduced_without_boundary
 
@@ -58,7 +58,7 @@ def _fill(pickled: PickledObjects, values: Sequence[object], full: Mapping[int, 
     first = pickler.next_place()
     place = first + len(pickler.tensors)
     data = b"".join(pickler.with_gets(part, first) + put(place + number) for number, part in enumerate(parts))
-    if lightning_alias.is_installed():  # the file may go back to Lightning
+    if habits().files_have_lightnings_names:  # the file may go back to Lightning
         data = renamed(data)
     pickled.data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     pickled.tensors = pickler.tensors
@@ -119,7 +119,7 @@ class _ObjectPickler(OpcodePickler):
         )
 
     def reducer_override(self, value: object) -> Any:
-        if lightning_alias.is_installed():
+        if habits().files_have_lightnings_names:
             refuse_unnamed(value)
         reduced = reduced_without_boundary(value) if isinstance(value, nn.Module) else None
         return NotImplemented if reduced is None else reduced

@@ -11,10 +11,10 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from fabricamp._utils import lightning_alias
 from fabricamp.agenda import Entry, PassEnd, Position
 from fabricamp.arguments.cadence import Cadence, Every, validation_times
 from fabricamp.errors import ConfigError
+from fabricamp.habits import habits, say_difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -285,7 +285,7 @@ class Stop(Entry):
             return None
         at_max_steps = 0 <= self._settings.max_steps <= state.global_step
         if (at_max_steps or state.should_stop) and self.is_done(in_epoch=True):
-            if not (at_max_steps or state.cut) and lightning_alias.is_installed():
+            if not (at_max_steps or state.cut) and habits().stop_validates:
                 self._finish()
             return PassEnd.STOPPED
         state.agenda.passed = state.batches_done
@@ -310,7 +310,7 @@ class Stop(Entry):
                 return True
             if state.global_step < settings.min_steps or state.epoch < settings.min_epochs:
                 self._requests.spread()
-                lightning_alias.say_difference(
+                say_difference(
                     "steps while a stop waits for min_steps or min_epochs are logged every log_every_n_steps; Lightning logs each"
                 )
             elif state.stop_request.agreed or self._requests.all_ask(boundary):

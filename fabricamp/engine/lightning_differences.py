@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader
 
-from fabricamp._utils.lightning_alias import say_difference
 from fabricamp.callbacks.finetuning import BaseFinetuning
 from fabricamp.callbacks.learning_rate_monitor import LearningRateMonitor
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
@@ -19,6 +18,7 @@ from fabricamp.callbacks.stochastic_weight_avg import StochasticWeightAveraging
 from fabricamp.callbacks.weight_averaging import WeightAveraging
 from fabricamp.data import leaves_of
 from fabricamp.data.position import generators_of
+from fabricamp.habits import say_difference
 from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
 from fabricamp.rng import seeds_workers

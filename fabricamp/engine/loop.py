@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, cast
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
-from fabricamp._utils import lightning_alias
 from fabricamp.agenda import PassEnd
 from fabricamp.data import set_epoch
 from fabricamp.engine.entries import Deadline, Flush, Interruption, Stop, Validation
 from fabricamp.engine.time_spent import SlowData
 from fabricamp.errors import ConfigError
+from fabricamp.habits import say_difference
 from fabricamp.hooks import call_all, call_hook
 from fabricamp.optimizers import muon
 from fabricamp.state import Scope
@@ -360,7 +360,7 @@ class TrainingLoop:
         ):  # else the gradients of an accumulation in progress are still needed
             call_hook(self.parts.module, "on_validation_model_zero_grad")
         elif not self.parts.module.automatic_optimization:
-            lightning_alias.say_difference("gradients accumulated by hand stay at a validation; Lightning drops them")
+            say_difference("gradients accumulated by hand stay at a validation; Lightning drops them")
         # Validation callbacks see what the last step logged; this waits for that step, once per validation.
         self.metrics.drain()
         self.metrics.reduce_steps(self.state.global_step)

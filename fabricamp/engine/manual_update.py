@@ -131,7 +131,7 @@ class ManualUpdate(Update):
         """
         torch.clear_autocast_cache()  # within a training_step it would keep half copies of the weights from before
         result = closure()
-        self._parts.metrics.muted = not self._shows_shares
+        self._parts.metrics.muted = not self._last_call_counts
         for hook in self._hooks.before_step:
             hook(optimizer)
         return result
@@ -153,7 +153,7 @@ class ManualUpdate(Update):
     def _run_closure(self, plan: UpdatePlan, closure: Closure) -> Any:
         """Runs the user's ``closure`` once more in a step, then exchange, hooks and clipping."""
         optimizer = plan.optimizer
-        self._parts.metrics.muted = not self._shows_shares
+        self._parts.metrics.muted = not self._last_call_counts
         # The step is outside of the precision's forward, which the closure has been in before.
         result = self._parts.precision.forward(partial(self._counted_once, optimizer, closure))
         gradients = plan.reduce(self._parts.precision.gradients(optimizer))
@@ -379,4 +379,4 @@ class ClosureUpdate(Update):
         self._note_update()
         if not outputs:
             return None
-        return outputs[-1] if self._shows_shares else outputs[0]
+        return outputs[-1] if self._last_call_counts else outputs[0]

@@ -15,11 +15,11 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from fabricamp._utils import lightning_alias
 from fabricamp.arguments.migration import hinted_hooks
 from fabricamp.callbacks.base import Callback
 from fabricamp.data import DataModule
 from fabricamp.errors import ConfigError
+from fabricamp.habits import habits
 from fabricamp.hooks import overrides
 from fabricamp.lightning.bases import lightnings_base
 from fabricamp.module import TrainingModule
@@ -85,7 +85,7 @@ def _check_training_step(module: TrainingModule) -> None:
             "loader of your own where one step needs several batches"
         )
     # A program written for Lightning runs, as it does there; the loop warns at the epoch's end that nothing was trained.
-    if module.automatic_optimization and returns_nothing(step) and not lightning_alias.is_installed():
+    if module.automatic_optimization and returns_nothing(step) and not habits().steps_may_train_nothing:
         raise ConfigError(
             f"{name} returns no value, so nothing would be trained; end it with 'return loss', or step the optimizers in it with "
             "automatic_optimization = False"

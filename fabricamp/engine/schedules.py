@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, SequentialLR
 
-from fabricamp._utils import lightning_alias
 from fabricamp.errors import ConfigError
+from fabricamp.habits import habits, say_difference
 from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
 from fabricamp.optimizers.later_groups import check_later_groups
@@ -34,7 +34,8 @@ class Schedules:
         self._metrics = metrics
         self._state = state
         self._configs = configs
-        self._as_lightning = lightning_alias.is_installed()
+        self._counts_batches = habits().schedules_count_batches
+        self._passes_cycles = habits().one_cycle_passes_its_end
         self._own_step = module.lr_scheduler_step if overrides(module, "lr_scheduler_step", TrainingModule) else None
         self._ended: set[int] = set()  # ids of schedules whose last rate was the last step's
         self.sort()
@@ -64,7 +65,7 @@ class Schedules:
 
         In a program written for Lightning, ``frequency`` counts the batches of the epoch, as there.
         """
-        done = self._state.batch_idx + 1 if self._as_lightning else applied_steps
+        done = self._state.batch_idx + 1 if self._counts_batches else applied_steps
         for config in self.by_step:
             if done % config.frequency == 0:
                 self._step(config)
@@ -94,7 +95,7 @@ class Schedules:
         if self._count_groups() != self._groups:  # a hook within the epoch has added one
             self.sort()
         cycle = ended_cycle(config.scheduler)
-        if cycle is not None and not self._as_lightning:
+        if cycle is not None and not self._passes_cycles:
             self._end(config, cycle)
             return
         metric = None
@@ -134,7 +135,7 @@ class Schedules:
             return value
         known = self._metrics.monitored()
         if monitor in known:
-            lightning_alias.say_difference(
+            say_difference(
                 "a plateau schedule waits if its value was not logged since its last step; Lightning counts the last one again"
             )
         elif config.strict:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricamp._utils import lightning_alias
 from fabricamp.checkpoint import read_together, write_together
 from fabricamp.checkpoint.checkpoint_io import end_plugin, writes_own_files
 from fabricamp.checkpoint.compiled_names import with_names_of
@@ -55,6 +54,7 @@ from fabricamp.engine.time_spent import TimeSpent
 from fabricamp.engine.update import Update
 from fabricamp.engine.world_change import keep_samples_of_a_step
 from fabricamp.errors import ConfigError
+from fabricamp.habits import habits, say_difference
 from fabricamp.hooks import Hooks, call_all, call_hook, overrides
 from fabricamp.lightning.lending import attach
 from fabricamp.loggers.logger_collection import LoggerCollection
@@ -162,9 +162,7 @@ class Session:
             # Gradients of an earlier fit, which may have failed within an accumulation, must not enter this fit's sums.
             by_hand = not self.module.automatic_optimization
             if by_hand and any(parameter.grad is not None for parameter in self.module.parameters()):
-                lightning_alias.say_difference(
-                    "gradients from before fit are cleared; in Lightning the first step uses them"
-                )
+                say_difference("gradients from before fit are cleared; in Lightning the first step uses them")
             self.module.zero_grad()
         with self.time_spent.part("prepare_data and setup"):
             self._prepare_data()
@@ -339,7 +337,7 @@ class Session:
 
     def _say_differences(self) -> None:
         """Logs what gives other results than Lightning, in a program written for it."""
-        if lightning_alias.is_installed():
+        if habits().says_differences:
             from fabricamp.engine.lightning_differences import say_differences
 
             say_differences(self)

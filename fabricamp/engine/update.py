@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 from torch import Tensor
 
-from fabricamp._utils import lightning_alias
 from fabricamp.checkpoint.identities import has_own_order
 from fabricamp.data import set_epoch
 from fabricamp.engine.overflow_policy import OverflowPolicy
@@ -26,6 +25,7 @@ from fabricamp.engine.schedules import Schedules
 from fabricamp.errors import ConfigError, OptimizationError
 from fabricamp.gradients.flat import IN_PLACE
 from fabricamp.gradients.memory import GradientMemory
+from fabricamp.habits import habits
 from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
 from fabricamp.ops.tensors import HALF_DTYPES
@@ -80,8 +80,9 @@ class Update:
         self._state = parts.state
         self._accumulate = settings.accumulate_grad_batches
         self._steps_at_epoch_end = settings.partial_window == "step"
-        # Hooks after a batch then get Lightning's outputs: the loss as a share of the accumulation's, and {} for None.
-        self._shows_shares = lightning_alias.is_installed()
+        # Hooks after a batch then get the loss as a share of the accumulation's, and {} for None.
+        self._shows_shares = habits().outputs_are_shares
+        self._last_call_counts = habits().last_closure_call_counts
         self._drops_at_epoch_end = settings.partial_window == "drop"
         self._offset = 1  # an accumulation ends where (batch_idx + _offset) % _accumulate == 0
         self._batch_complete = True  # False from a micro-batch's backward to its end
@@ -346,8 +347,7 @@ class Update:
         finally:
             self._batch = None
             self._parts.metrics.muted = False
-        # In a program written for Lightning, hooks get the outputs of the last forward.
-        return self._outputs_again if self._shows_shares and self._outputs_again is not None else outputs
+        return self._outputs_again if self._last_call_counts and self._outputs_again is not None else outputs
 
     def _obstacle_to_second_pass(self) -> str:
         """Returns why a closure cannot run forward and backward again within a step, and what to change; empty if it can."""
@@ -380,7 +380,7 @@ class Update:
             raise ConfigError(
                 f"training_step returned (sum, weight), but {name} runs backward again within its step; return the mean"
             )
-        self._parts.metrics.muted = not self._shows_shares
+        self._parts.metrics.muted = not self._last_call_counts
         self._outputs_again, loss = self._pass_for_closure(*self._batch)
         return loss
 
@@ -388,8 +388,8 @@ class Update:
     def _pass_for_closure(self, batch: Batch, batch_idx: int) -> tuple[Output, Tensor]:
         """Runs forward, backward, exchange and clipping for a closure; returns the outputs for hooks, and the loss.
 
-        ``self.log`` counts only the first forward of a step.  In a program written for Lightning it counts all of them, as there: a
-        step's value is that of the last one.
+        ``self.log`` counts only the first forward of a step.  With ``last_closure_call_counts`` it counts all of them: a step's
+        value is that of the last one.
         """
         optimizer = cast("Optimizer", self._optimizer)
         plan = cast("UpdatePlan", self.plan)
@@ -404,7 +404,7 @@ class Update:
         gradients = plan.exchange()
         if gradients is not IN_PLACE:
             write_gradients(optimizer, gradients)
-        self._parts.metrics.muted = not self._shows_shares
+        self._parts.metrics.muted = not self._last_call_counts
         for hook in self._hooks.before_step:
             hook(optimizer)
         if self._hooks.clipping is not None:
@@ -536,7 +536,7 @@ class Update:
         results = self._parts.precision.verdicts
         follows = results is not None and results.schedules_follow and results.inherited_pending > 0
         # An earlier version's file does not say whether its schedules waited.
-        waited_once = amp.get("loss_scale") == "dynamic" and not lightning_alias.is_installed()
+        waited_once = amp.get("loss_scale") == "dynamic" and not habits().schedules_move_with_each_step
         waited = amp.get("schedules_follow", waited_once or follows)
         if waited and not follows:
             for applied_steps in pending_in(scaler):

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from fabricamp._utils import lightning_alias
+from fabricamp import habits
 from fabricamp.arguments.not_offered import words_for
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.lightning import aliases
@@ -183,7 +183,7 @@ def install() -> None:
                 f"{package!r} is imported already, from {file}; run the script as python -m fabricamp.lightning script.py"
             )
     sys.meta_path.insert(0, Names)
-    lightning_alias.note_installed()
+    habits.take_up(habits.LIGHTNING)
 
 
 def take_over(name: str) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fabricamp._utils.lightning_alias import say_difference
 from fabricamp.errors import ConfigError, nearest
+from fabricamp.habits import say_difference
 from fabricamp.metrics.slots import NO_LOADER, Arguments, MetricTable, Published, Slot
 from fabricamp.metrics.values import (
     Dtypes,

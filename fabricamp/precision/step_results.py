@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from fabricamp._utils import lightning_alias
+from fabricamp.habits import habits
 from fabricamp.precision.loss_scaler import SLOTS, LossScaler, Overflow, StepStatus
 from fabricamp.precision.nonfinite_tracker import overflow_message
 from fabricamp.strategies.base import Strategy
@@ -45,7 +45,7 @@ class StepResults:
         self.scaler = scaler
         self.policy = policy
         self.dynamic = dynamic
-        self.schedules_follow = (dynamic or policy == "skip") and not lightning_alias.is_installed()
+        self.schedules_follow = (dynamic or policy == "skip") and not habits().schedules_move_with_each_step
         self._module: nn.Module | None = None
         self._strategy = Strategy()
         self._param_maps: Sequence[ParamGradMap] = ()

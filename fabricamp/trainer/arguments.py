@@ -15,7 +15,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, ParamSpec
 
-from fabricamp._utils import lightning_alias
 from fabricamp._utils.containers import own_containers
 from fabricamp.arguments.cadence import as_seconds, validation_times
 from fabricamp.arguments.checks import NO_LIMIT, check_choice, check_count, check_flag, check_number
@@ -27,6 +26,7 @@ from fabricamp.data.lengths import check_limit
 from fabricamp.data.loaders import MOST_AHEAD
 from fabricamp.engine.performance import Performance, as_performance, check_performance
 from fabricamp.errors import ArgumentTypeError, ConfigError, UnknownArgumentError, advice
+from fabricamp.habits import habits
 from fabricamp.precision.base import Clip
 from fabricamp.precision.step_results import NAN_POLICIES
 
@@ -69,7 +69,7 @@ def _overfit(name: str, value: object) -> int | float:
 def _objects(name: str, value: object) -> bool:
     """Returns whether checkpoints hold objects; None: as in Lightning, in a script that imports Lightning's names from here."""
     if value is None:
-        return lightning_alias.is_installed()
+        return habits().checkpoints_hold_objects
     return bool(check_flag(name, value))
 
 

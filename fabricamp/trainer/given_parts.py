@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from fabricamp import callbacks
-from fabricamp._utils import lightning_alias
 from fabricamp._utils.types import CheckpointFiles
 from fabricamp.arguments.checks import check_flag
 from fabricamp.arguments.not_offered import lightnings
@@ -20,6 +19,7 @@ from fabricamp.callbacks.progress_bar import ProgressBar
 from fabricamp.checkpoint.checkpoint_io import CheckpointIO, innermost, reads_own_files, writes_own_files
 from fabricamp.checkpoint.form import form_of
 from fabricamp.errors import ConfigError, DuplicateCallbackError, without_address
+from fabricamp.habits import habits
 from fabricamp.lightning.given import adopted, runs_as_it_is
 from fabricamp.loggers.base import Logger
 from fabricamp.loggers.dummy import DummyLogger
@@ -59,7 +59,7 @@ def as_callbacks(value: object) -> list[Callback]:
 
 def _of_installed_packages() -> list[Any]:
     """Returns the callbacks that installed packages add to each Trainer of a program that imports Lightning's names."""
-    if not lightning_alias.is_installed():
+    if not habits().packages_add_callbacks:
         return []
     import importlib.metadata
 

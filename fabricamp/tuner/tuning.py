@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from fabricamp import launch
 from fabricamp._utils.keywords import names_keywords
-from fabricamp._utils.lightning_alias import say_difference
 from fabricamp._utils.say_once import say_once
 from fabricamp.arguments.checks import check_choice
 from fabricamp.callbacks.base import Callback
@@ -22,6 +21,7 @@ from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
 from fabricamp.checkpoint.hyperparameters import setting_refs
 from fabricamp.errors import ConfigError, MissingAttributeError
+from fabricamp.habits import say_difference
 from fabricamp.hooks import overrides
 from fabricamp.lightning.given import adopted, hand_back, searches_alone
 from fabricamp.module import TrainingModule

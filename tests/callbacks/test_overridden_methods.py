@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fabricamp import Callback, ConfigError, DataModule, Trainer, TrainingModule
-from fabricamp._utils import lightning_alias
+from fabricamp import Callback, ConfigError, DataModule, Trainer, TrainingModule, habits
 from fabricamp.callbacks import (
     AsyncCheckpoint,
     EarlyStopping,
@@ -226,7 +225,7 @@ def test_methods_that_a_hook_calls(tmp_path):
 
 @pytest.mark.parametrize("kind", ["subclass", "plain, in a program written for Lightning"])
 def test_what_is_assigned_counts_for_the_next_save(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(lightning_alias, "_installed", kind != "subclass")
+    monkeypatch.setattr(habits, "_present", habits.LIGHTNING if kind != "subclass" else habits.NATIVE)
     family = type("Mine", (ModelCheckpoint,), {}) if kind == "subclass" else ModelCheckpoint
     checkpoint = family(tmp_path, monitor="v", save_top_k=1)
 
@@ -438,7 +437,7 @@ class Watches(LearningRateMonitor):
 def test_a_name_that_the_program_itself_calls_is_its_own(monkeypatch):
     methods = dict(vars(Watches))
     assert type("Again", (Watches,), {"_extract_lr": lambda self: 1})
-    monkeypatch.setattr(lightning_alias, "_installed", True)
+    monkeypatch.setattr(habits, "_present", habits.LIGHTNING)
     with pytest.raises(ConfigError, match=r"overrides a private method of Lightning's LearningRateMonitor"):
         type("Watches", (LearningRateMonitor,), methods)
 

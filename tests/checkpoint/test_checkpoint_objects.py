@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from fabricamp import Callback, CheckpointError, ConfigError, DataModule
+from fabricamp import Callback, CheckpointError, ConfigError, DataModule, habits
 from fabricamp.callbacks import AsyncCheckpoint, ModelCheckpoint
 from fabricamp.checkpoint import read_checkpoint, read_header, write_checkpoint
 from fabricamp.checkpoint.objects import ObjectRef, PickledObjects
@@ -176,7 +176,7 @@ def test_a_state_without_objects_has_the_same_bytes_with_the_switch(tmp_path):
 
 def test_the_switch_is_on_for_scripts_of_lightning(monkeypatch):
     assert not settings(quiet_trainer()).checkpoint_objects
-    monkeypatch.setattr("fabricamp._utils.lightning_alias._installed", True)
+    monkeypatch.setattr(habits, "_present", habits.LIGHTNING)
     assert settings(quiet_trainer()).checkpoint_objects
     assert not settings(quiet_trainer(checkpoint_objects=False)).checkpoint_objects
     with pytest.raises(ConfigError, match="checkpoint_objects"):
@@ -355,7 +355,7 @@ def test_the_call_allows_objects(call, saved):
 
 def test_the_switch_to_write_allows_nothing_to_be_read(saved, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    monkeypatch.setattr("fabricamp._utils.lightning_alias._installed", True)
+    monkeypatch.setattr(habits, "_present", habits.LIGHTNING)
     for call in CALLS.values():
         with pytest.raises(CheckpointObjectsError):
             call(quiet_trainer(max_epochs=2, checkpoint_objects=True), saved)

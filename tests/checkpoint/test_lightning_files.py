@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabricamp import Callback, CheckpointError, TrainingModule
-from fabricamp._utils import lightning_alias
+from fabricamp import Callback, CheckpointError, TrainingModule, habits
 from fabricamp.callbacks import EarlyStopping, EarlyStoppingReason
 from fabricamp.checkpoint import read_checkpoint
 from tests.checkpoint.lightning import rates
@@ -222,7 +221,7 @@ PLATEAU = 4
 @pytest.mark.parametrize("program_for_lightning", [False, True])
 @pytest.mark.parametrize(("kind", "place"), WRITTEN)
 def test_the_next_rates_are_lightnings(kind, place, program_for_lightning, tmp_path, monkeypatch):
-    monkeypatch.setattr(lightning_alias, "_installed", program_for_lightning)
+    monkeypatch.setattr(habits, "_present", habits.LIGHTNING if program_for_lightning else habits.NATIVE)
     written = WRITTEN[kind, place]
     torch.save(written["checkpoint"], tmp_path / "theirs.ckpt")
     module = Rates(kind)

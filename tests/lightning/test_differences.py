@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from fabricamp import Callback, ConfigError
-from fabricamp._utils import lightning_alias
+from fabricamp import Callback, ConfigError, habits
 from fabricamp._utils.say_once import say_once
 from fabricamp.callbacks import (
     BaseFinetuning,
@@ -29,7 +28,7 @@ from tests.small import Classifier, data, loader, quiet_trainer
 
 @pytest.fixture
 def for_lightning(monkeypatch):
-    monkeypatch.setattr(lightning_alias, "_installed", True)
+    monkeypatch.setattr(habits, "_present", habits.LIGHTNING)
     say_once.cache_clear()
 
 
@@ -83,7 +82,7 @@ def test_a_schedules_frequency_counts_the_batches_of_an_epoch(for_lightning, mon
     module = Scheduled(frequency=3)
     fit(module, loader(16), max_epochs=2)
     assert module.rates == [1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.25, 0.25]
-    monkeypatch.setattr(lightning_alias, "_installed", False)
+    monkeypatch.setattr(habits, "_present", habits.NATIVE)
     module = Scheduled(frequency=3)
     fit(module, loader(16), max_epochs=2)
     assert module.rates == [1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25]
@@ -306,9 +305,9 @@ def test_searches(for_lightning, caplog):
 
 
 def several_processes():
-    lightning_alias.note_installed()
+    habits.take_up(habits.LIGHTNING)
     lines = []
-    lightning_alias.say_once = lambda message, level: lines.append(message)
+    habits.say_once = lambda message, level: lines.append(message)
     trainer = quiet_trainer(max_epochs=1, devices=2, strategy="ddp")
     trainer.fit(Classifier(), loader(8))
     trainer.predict(Classifier(), loader(8))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fabricamp import ConfigError, DataModule
-from fabricamp._utils import lightning_alias
+from fabricamp import ConfigError, DataModule, habits
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.loggers import CSVLogger, TensorBoardLogger
@@ -15,7 +14,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 @pytest.fixture
 def under_the_alias(monkeypatch):
-    monkeypatch.setattr(lightning_alias, "_installed", True)
+    monkeypatch.setattr(habits, "_present", habits.LIGHTNING)
 
 
 class Sized(Classifier):
@@ -122,10 +121,10 @@ def test_under_the_alias_a_checkpoint_callback_has_lightnings_key(under_the_alia
 
 @pytest.mark.parametrize("written_under_the_alias", [False, True])
 def test_the_state_of_a_checkpoint_callback_is_found_by_either_key(written_under_the_alias, tmp_path, monkeypatch):
-    monkeypatch.setattr(lightning_alias, "_installed", written_under_the_alias)
+    monkeypatch.setattr(habits, "_present", habits.LIGHTNING if written_under_the_alias else habits.NATIVE)
     before = ModelCheckpoint(tmp_path, monitor="loss")
     quiet_trainer(max_epochs=2, callbacks=[before], enable_checkpointing=True).fit(Classifier(), loader(8))
-    monkeypatch.setattr(lightning_alias, "_installed", not written_under_the_alias)
+    monkeypatch.setattr(habits, "_present", habits.NATIVE if written_under_the_alias else habits.LIGHTNING)
     after = ModelCheckpoint(tmp_path, monitor="loss")
     trainer = quiet_trainer(max_epochs=2, callbacks=[after], enable_checkpointing=True)
     trainer.fit(Classifier(), loader(8), ckpt_path=before.best_model_path)

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 import fabricamp
-from fabricamp._utils import lightning_alias
+from fabricamp import habits
 from fabricamp.lightning import names
 from tests.lightning.test_door import DOOR, run
 
@@ -31,7 +31,7 @@ def alias(monkeypatch):
     before = _of_lightning(sys.modules)
     for name in before:
         del sys.modules[name]
-    monkeypatch.setattr(lightning_alias, "_installed", False)  # set by the installation
+    monkeypatch.setattr(habits, "_present", habits.NATIVE)  # set by the installation
     monkeypatch.setattr(sys, "path", [sys.path[0], names.PATH, *sys.path[1:]])
     names.install()
     yield importlib.import_module

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from fabricamp import Callback, CheckpointError, ConfigError
-from fabricamp._utils import lightning_alias
+from fabricamp import Callback, CheckpointError, ConfigError, habits
 from fabricamp.callbacks import LearningRateMonitor, ProgressBar
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.checkpoint.plain import check_content, with_numpy, without_numpy
@@ -821,7 +820,7 @@ class Counted(Classifier):
 
 def count_after(monkeypatch, name, steps, path=None, overflows=()):
     """Returns a Trainer after ``steps`` steps, and the steps that its schedule has made."""
-    monkeypatch.setattr(lightning_alias, "_installed", name == "a program for Lightning")
+    monkeypatch.setattr(habits, "_present", habits.LIGHTNING if name == "a program for Lightning" else habits.NATIVE)
     trainer = quiet_trainer(max_steps=steps, max_epochs=-1, **MOVES[name][0])
     trainer.fit(Counted(overflows), loader(80), ckpt_path=path)
     return trainer, trainer.lr_scheduler_configs[0].scheduler.last_epoch

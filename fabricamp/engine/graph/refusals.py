@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeGuard
 import torch
 from torch import Tensor
 
-from fabricamp._utils import lightning_alias
 from fabricamp.callbacks.base import Callback, waits_between_steps
 from fabricamp.cuda_graph import reason_against
 from fabricamp.engine.update import resolve_hooks
 from fabricamp.errors import ConfigError
+from fabricamp.habits import habits
 from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
 from fabricamp.optimizers import LARC, FusedOptimizer
@@ -188,7 +188,7 @@ def _schedule_refusal(parts: FitParts) -> str:
     name = type(optimizer).__name__
     if any(config.reduce_on_plateau for config in by_step):
         return "a schedule that watches a value after each step makes the host wait for the value; give it interval='epoch'"
-    if lightning_alias.is_installed() and any(config.frequency > 1 for config in by_step):
+    if habits().schedules_count_batches and any(config.frequency > 1 for config in by_step):
         return "a schedule's frequency counts the batches of each epoch, as in Lightning; leave the frequency out"
     if overrides(parts.module, "lr_scheduler_step", TrainingModule):
         return "lr_scheduler_step runs after each step; leave it out"
