@@ -338,7 +338,7 @@ class Session:
     def _say_differences(self) -> None:
         """Logs what gives other results than Lightning, in a program written for it."""
         if habits().says_differences:
-            from fabricamp.engine.lightning_differences import say_differences
+            from fabricamp.lightning.differences import say_differences
 
             say_differences(self)
 
