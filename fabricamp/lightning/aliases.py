@@ -1,7 +1,7 @@
 """Modules that only hold names of other modules, or classes that are not offered: rows of ``aliases.toml``, where no file is.
 
-Python finds them as it finds files: the first entry in the ``__path__`` of their package is a place in the table, as other entries
-are folders, or places in a zip archive.  ``pkgutil`` lists them there.
+Python finds them as it finds files: an entry in the ``__path__`` of their package is a place in the table, as other entries are
+folders, or places in a zip archive.  ``pkgutil`` lists them there.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ def place_of(package: str) -> str:
 
 
 def path_of(package: str) -> list[str]:
-    """Returns a ``__path__`` for ``package``: its place in the table, and the folder of its modules that are files."""
-    return [place_of(package), str(_ROOT.joinpath(*package.split(".")))]
+    """Returns a ``__path__`` for ``package``: the folder of its modules that are files, and its place in the table.
+
+    The table is read, which takes some milliseconds, where a module is no file.
+    """
+    return [str(_ROOT.joinpath(*package.split("."))), place_of(package)]
 
 
 def spec_of(name: str) -> ModuleSpec | None:

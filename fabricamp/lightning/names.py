@@ -145,8 +145,8 @@ def _spec(name: str, path: str, home: ModuleSpec) -> ModuleSpec:
     spec.has_location = True
     if folders is not None:  # pkgutil lists the modules in them
         below = _found_below_fabricamp(path)
-        more = [] if below is None else [aliases.place_of(below.name), *(below.submodule_search_locations or [])]
-        spec.submodule_search_locations = list(dict.fromkeys([aliases.place_of(home.name), *folders, *more]))
+        more = [] if below is None else [*(below.submodule_search_locations or []), aliases.place_of(below.name)]
+        spec.submodule_search_locations = list(dict.fromkeys([*folders, aliases.place_of(home.name), *more]))
     return spec
 
 
