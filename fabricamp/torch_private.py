@@ -2,7 +2,7 @@
 
 All of them exist in torch 2.11 (the oldest supported) and 2.13, where the tests check each of them; a test fails for a private name
 that is used in the package and is missing here.  Functions and classes are imported from here.  Attributes of torch's objects
-cannot be imported, so :data:`ATTRIBUTES` lists them.
+cannot be imported, so :data:`ATTRIBUTES` lists them.  ``torch._foreach_...`` is left out: torch documents these functions.
 """
 
 from __future__ import annotations

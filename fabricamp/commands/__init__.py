@@ -1,1 +1,1 @@
-"""The commands `fabricamp bench`, `doctor` and `export`; runs/ has the commands that read the logs of runs."""
+"""The commands `fabricamp bench`, `doctor`, `export` and `help`; runs/ has those on runs: plot, list, verify."""

@@ -1,7 +1,7 @@
 """Buckets of gradients: the plan which tensors share a bucket and its all-reduce, and the all-reduces in flight.
 
 The plan depends only on sizes, dtypes and devices, so all ranks agree on it.  All sums of gradients over ranks are started and
-awaited by :class:`RankSums`, except those of torch's wrapper.
+awaited by :class:`RankSums`, except those of torch's wrapper, of FSDP, and of torchft's manager (``strategies/quorum.py``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Functions on lists of tensors: CuPy kernels on a GPU, torch references elsewhere; lr, scale and flags stay on the device.
 
-Each op has one module here (the public function, its torch reference, its launch), one file in ``kernels/``, one test module.
+Each op has one module here (the public function, its torch reference, its launch) and one test module.  Kernels are in
+``kernels/``, those of the norms and of SyncBatchNorm in folders beside their modules.
 """
 
 from fabricamp.ops.adagrad import AdagradRule as AdagradRule

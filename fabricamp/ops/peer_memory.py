@@ -1,7 +1,7 @@
 """Memory that every rank of a group can write to: kernels exchange their statistics through it, and FSDP its weights and gradients.
 
-The only file that uses torch's symmetric memory, an alpha interface: its presence is checked when it is needed, and it only
-provides the addresses of the peers' memory.
+The only file that uses torch's symmetric memory (``torch_private.py`` imports it), an alpha interface: its presence is checked when
+it is needed, and it only provides the addresses of the peers' memory.
 
 In order: the workspaces of this process, the :class:`Workspace` of a group with the slots of its layers, the :class:`PeerBuffers`
 of an exchange, and the mapping of memory.

@@ -1,4 +1,4 @@
-"""Plots the logs of runs on disk, in the terminal and into files."""
+"""Runs on disk: lists them, plots their logs, and verifies that a script which is killed goes on with the same bits."""
 
 from __future__ import annotations
 

@@ -10,13 +10,13 @@ from typing import ClassVar
 
 import pytest
 import torch
-from fabricamp.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 
 from fabricamp import Callback, ConfigError
 from fabricamp.callbacks import AsyncCheckpoint, ModelCheckpoint, OnExceptionCheckpoint
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.checkpoint.checkpoint_io import WrappingCheckpointIO
 from fabricamp.errors import CheckpointError, CheckpointObjectsError
+from fabricamp.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from tests.small import Classifier, loader, quiet_trainer
 
 

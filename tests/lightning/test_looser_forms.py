@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from fabricamp.trainer.states import TrainerFn
 from torch.optim.lr_scheduler import StepLR
 
 import fabricamp
 from fabricamp import Callback, ConfigError, callbacks
 from fabricamp.loggers import CSVLogger
+from fabricamp.trainer.states import TrainerFn
 from tests.small import Classifier, loader, quiet_trainer
 
 # -- hyper-parameters ------------------------------------------------------------------------------------------------------------

@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fabricamp.accelerators import CUDAAccelerator
-from fabricamp.callbacks.callback import Callback as DeepCallback
-from fabricamp.core.optimizer import LightningOptimizer
-from fabricamp.loggers.logger import DummyLogger, Logger
-from fabricamp.trainer.states import RunningStage, TrainerFn
-from fabricamp.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fabricamp as pl
 from fabricamp import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from fabricamp.accelerators import CUDAAccelerator
 from fabricamp.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from fabricamp.callbacks.callback import Callback as DeepCallback
 from fabricamp.callbacks.progress.tqdm_progress import TQDMProgressBar as DeepBar
+from fabricamp.core.optimizer import LightningOptimizer
 from fabricamp.loggers import CSVLogger, TensorBoardLogger
+from fabricamp.loggers.logger import DummyLogger, Logger
 from fabricamp.strategies import DDPStrategy, SingleDeviceStrategy
+from fabricamp.trainer.states import RunningStage, TrainerFn
 from fabricamp.utilities import AttributeDict, grad_norm, rank_zero_info, rank_zero_only
+from fabricamp.utilities.combined_loader import CombinedLoader
 from fabricamp.utilities.exceptions import MisconfigurationException
 from fabricamp.utilities.types import EVAL_DATALOADERS, STEP_OUTPUT, TRAIN_DATALOADERS, OptimizerLRScheduler
 

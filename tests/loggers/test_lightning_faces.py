@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from fabricamp.loggers.logger import DummyLogger, rank_zero_experiment
 
 from fabricamp._utils import say_once as say_once_module
 from fabricamp.callbacks import EarlyStopping
 from fabricamp.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
+from fabricamp.loggers.logger import DummyLogger, rank_zero_experiment
 from fabricamp.profilers import SimpleProfiler
 from tests.small import Classifier, loader, quiet_trainer
 

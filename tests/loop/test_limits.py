@@ -8,13 +8,13 @@ import time
 
 import pytest
 import torch
-from fabricamp.loggers.logger import DummyLogger
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from fabricamp import Callback, ConfigError, Trainer, TrainingModule
 from fabricamp.callbacks import EarlyStopping, ModelCheckpoint
+from fabricamp.loggers.logger import DummyLogger
 from tests.small import Classifier, data, loader, quiet_trainer
 
 

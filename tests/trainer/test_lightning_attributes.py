@@ -6,11 +6,11 @@ import inspect
 
 import pytest
 import torch
-from fabricamp.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
 from fabricamp import Callback, ConfigError, OptLevel, Trainer
 from fabricamp.callbacks import ModelCheckpoint, ProgressBar
 from fabricamp.loggers import CSVLogger
+from fabricamp.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from tests.inside import settings
 from tests.small import QUIET, Classifier, loader, quiet_trainer
 

@@ -7,10 +7,10 @@ import pickle
 
 import pytest
 import torch
-from fabricamp.accelerators import CPUAccelerator, CUDAAccelerator, find_usable_cuda_devices
-from fabricamp.accelerators.cpu import CPUAccelerator as SameAccelerator
 
 from fabricamp import Callback, ConfigError
+from fabricamp.accelerators import CPUAccelerator, CUDAAccelerator, find_usable_cuda_devices
+from fabricamp.accelerators.cpu import CPUAccelerator as SameAccelerator
 from fabricamp.strategies import SingleDeviceStrategy
 from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer

@@ -1,1 +1,1 @@
-"""The complete training step as one CUDA graph: captured once per batch shape, replayed by a single call of the host."""
+"""Steps as CUDA graphs: a micro-batch with its update, several steps, or a batch of an evaluation; a replay is one call."""
