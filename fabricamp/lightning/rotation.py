@@ -137,13 +137,13 @@ class MethodRotation:
         callback._save_monitor_checkpoint(trainer, monitor_candidates)
 
     def save_monitor_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
-        """Saves a file if its score is among the top k."""
+        """Saves a file if its score is among the top k; with ``verbose``, a line says of a score that it is not."""
         callback = self._callback
         current = monitor_candidates.get(str(callback.monitor))
         if callback.check_monitor_top_k(trainer, current):
             assert current is not None
             callback._update_best_and_save(current, trainer, monitor_candidates)
-        elif callback.verbose and trainer.is_global_zero:
+        elif current is not None and callback.verbose and trainer.is_global_zero:
             step = int(monitor_candidates["step"])
             _LOG.info("%s: step %d is not among the top %d", type(callback).__name__, step, callback.save_top_k)
 

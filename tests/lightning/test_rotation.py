@@ -146,6 +146,20 @@ def test_a_monitor_that_a_validation_still_lacks_is_waited_for_once(tmp_path):
     assert [Path(path).name for path in checkpoint.best_k_models] == ["epoch=0-step=4.ckpt"]
 
 
+def test_verbose_says_only_of_what_was_ranked_that_it_is_not_among_the_top_k(tmp_path, caplog):
+    class Late(Classifier):
+        def validation_step(self, batch, batch_idx):
+            if self.trainer.global_step > 2:
+                self.log("v", torch.tensor(float(self.trainer.global_step)))
+
+    checkpoint = Saves(tmp_path, monitor="v", verbose=True)
+    trainer = quiet_trainer(callbacks=[checkpoint], max_epochs=2, enable_checkpointing=True, val_check_interval=2)
+    with caplog.at_level("INFO", logger="fabricamp"):
+        trainer.fit(Late(), loader(16), loader(8))
+    lines = [one.getMessage() for one in caplog.records if "among" in one.getMessage()]
+    assert lines == [f"Saves: step {step} is not among the top 1" for step in (6, 8)]
+
+
 def test_a_native_program_never_imports_what_is_behind_the_door(tmp_path):
     program = f"""
 import sys
