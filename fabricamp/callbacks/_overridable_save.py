@@ -1,13 +1,14 @@
 """Lightning's names of what a ModelCheckpoint does in a save, for subclasses that override, call or read them.
 
-Their bodies, and the order in which a save calls them, are in :mod:`fabricamp.lightning.rotation`.
+What most of them do by default, and the order in which a save calls them, is in :mod:`fabricamp.lightning.rotation`; the short ones
+stand here.
 """
 
 from __future__ import annotations
 
 from operator import attrgetter
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.checkpoint import link_checkpoint, storage
@@ -18,14 +19,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fabricamp._utils.types import StateDict
     from fabricamp.callbacks._rotation import Rotation
     from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
     from fabricamp.lightning.rotation import MethodRotation
     from fabricamp.trainer import Trainer
-
-_ASSIGNED: Final = ("best_model_score", "kth_best_model_path", "kth_value")
-"""Keys of Lightning's state that follow from the files here, unless an override assigns them."""
 
 
 def _alias(attribute: str) -> property:
@@ -33,7 +30,10 @@ def _alias(attribute: str) -> property:
 
 
 class OverridableSave(Checkpoint):
-    """The base of :class:`ModelCheckpoint` with Lightning's methods of a save; if one is overridden, a save calls them all."""
+    """The base of :class:`ModelCheckpoint` with Lightning's methods of a save; if one is overridden, a save calls them all.
+
+    Each function in this class is such a method; what is fabricamp's own is a property here, or in :class:`ModelCheckpoint`.
+    """
 
     _last_global_step_saved: Any = _alias("_saved_step")
     _defer_save_until_validation: Any = _alias("_waits")
@@ -63,7 +63,10 @@ class OverridableSave(Checkpoint):
 
     @property
     def _calls_methods(self) -> bool:
-        # A plug-in can write, load and remove files, but not copy and rename them as a plan does.
+        """Whether a method of a save is overridden, by a class or on the object, or a plug-in writes the files.
+
+        A plug-in can write, load and remove files, but not copy and rename them as a plan does.
+        """
         return self._itself._io is not None or any(
             name in vars(self) or getattr(type(self), name) is not getattr(OverridableSave, name)
             for name, member in vars(OverridableSave).items()
@@ -81,11 +84,6 @@ class OverridableSave(Checkpoint):
         """Whether changes of the dict are adopted; otherwise a file that a native program drops from the dict would be removed."""
         is_own = type(self).__module__.startswith("fabricamp.")
         return not is_own or self._calls_methods or habits().best_models_are_shared
-
-    def _load_assigned(self, state_dict: StateDict) -> None:
-        """Restores the values that an override has assigned."""
-        if self._calls_methods:
-            self._itself._assigned = {key: state_dict[key] for key in _ASSIGNED if state_dict.get(key) is not None}
 
     # -- the methods of a save ---------------------------------------------------------------------------------------------------
 

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
+_ASSIGNED: Final = ("best_model_score", "kth_best_model_path", "kth_value")
+"""Keys of Lightning's state that follow from the files here, unless an override assigns them."""
 _WRITE_THE_SAME: Final = {"ModelCheckpoint": "AsyncCheckpoint", "AsyncCheckpoint": "ModelCheckpoint"}
 """Names of classes, each with that of the class which writes the same files and has the same state."""
 
@@ -350,7 +352,8 @@ class ModelCheckpoint(OverridableSave):
         self._kept = kept.without({path for path in kept.all() if not self._trusts(path)})
         self._foreign = frozenset(kept.all())  # until training starts and the files' headers are read
         self._lineage = Lineage.from_state_dict(state_dict)
-        self._load_assigned(state_dict)
+        if self._calls_methods:
+            self._assigned = {key: state_dict[key] for key in _ASSIGNED if state_dict.get(key) is not None}
         self._restored = True
 
     def _trusts(self, path: str) -> bool:

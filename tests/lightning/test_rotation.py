@@ -6,10 +6,12 @@ Without a monitor, plans keep the newest two files, and Lightning's methods one.
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
@@ -74,6 +76,26 @@ def test_plans_of_a_class_without_an_override(tmp_path):
 
 def test_plans_of_a_class_that_overrides_no_step_of_a_save(tmp_path):
     assert fit(tmp_path, Named(tmp_path)) == [f"mine-{name}" for name in TWO]
+
+
+STEPS_OF_A_SAVE = {
+    "_get_metric_interpolated_filepath_name", "_link_checkpoint", "_monitor_candidates", "_remove_checkpoint",
+    "_save_checkpoint", "_save_last_checkpoint", "_save_monitor_checkpoint", "_save_none_monitor_checkpoint",
+    "_save_topk_checkpoint", "_should_remove_checkpoint", "_should_skip_saving_checkpoint", "_update_best_and_save",
+    "check_monitor_top_k", "file_exists",
+}  # fmt: skip
+
+
+def test_an_override_of_a_step_of_a_save_and_no_other_makes_saves_by_methods():
+    found = set()
+    for name in dir(ModelCheckpoint):
+        member = inspect.getattr_static(ModelCheckpoint, name)
+        if isinstance(member, FunctionType | staticmethod) and not name.startswith("__"):
+            checkpoint = ModelCheckpoint()
+            setattr(checkpoint, name, getattr(checkpoint, name))
+            if checkpoint._calls_methods:
+                found.add(name)
+    assert found == STEPS_OF_A_SAVE
 
 
 def test_a_class(tmp_path):
