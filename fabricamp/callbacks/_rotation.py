@@ -33,7 +33,7 @@ class Rotation(Protocol):
         """Saves if the epoch is due."""
 
     def at_end(self, trainer: Trainer) -> None:
-        """Writes the ``save_last`` file of a training that ended before any save was due."""
+        """Saves at the end of a training without a ``save_last`` file, so that it has one; called with ``save_last`` alone."""
 
     def at_exception(self, trainer: Trainer) -> None:
         """Saves the step at which an exception has ended training, whatever its score."""
@@ -55,11 +55,17 @@ class PlannedRotation:
             self._save(trainer)
 
     def at_end(self, trainer: Trainer) -> None:
-        """Saves whatever the score."""
+        """Saves whatever the score: a file of the usual name, unless ``save_top_k=0``, and the ``save_last`` file.
+
+        Nothing if this step has a file already.
+        """
         self._save(trainer, ranked=False)
 
     def at_exception(self, trainer: Trainer) -> None:
-        """Saves whatever the score."""
+        """Saves whatever the score, the same files; without ``save_last``, ``last_model_path`` names the file.
+
+        Nothing with ``save_top_k=0`` and without ``save_last``.
+        """
         self._save(trainer, ranked=False)
 
     def _save(self, trainer: Trainer, *, ranked: bool = True) -> None:
@@ -85,7 +91,11 @@ class PlannedRotation:
             _LOG.info("%s: step %d is saved in %s", type(callback).__name__, step, plan.target)
 
     def _plan(self, trainer: Trainer, *, ranked: bool) -> SavePlan:
-        """Returns rank 0's decision: the file, its name and the files it replaces; first renames files that have a needed name."""
+        """Decides on rank 0: returns the file, its name and the files it replaces, and renames files that have a needed name.
+
+        Files are renamed here, not in :meth:`_execute`: in the one exchange of a save, so that an error of a rename is raised on
+        every rank, before the step counts as ranked.
+        """
         callback = self._callback
         metrics = callback._metrics(trainer)
         score: float | None = None

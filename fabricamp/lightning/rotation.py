@@ -63,7 +63,10 @@ def _occasion(save: Callable[[MethodRotation, Trainer], None]) -> Callable[[Meth
 
 
 class MethodRotation:
-    """Makes the saves of ``callback`` by its methods; each method of the same name here is what the callback does by default."""
+    """Makes the saves of ``callback`` by calling its methods; a method that is not overridden calls its default here.
+
+    A default has the method's name without the underscore; that of ``_get_metric_interpolated_filepath_name`` is :meth:`free_name`.
+    """
 
     def __init__(self, callback: ModelCheckpoint) -> None:
         self._callback = callback
@@ -97,12 +100,15 @@ class MethodRotation:
 
     @_occasion
     def at_end(self, trainer: Trainer) -> None:
-        """Writes the ``save_last`` file."""
+        """Writes the ``save_last`` file and no other, as in Lightning."""
         self._callback._save_last_checkpoint(trainer, self._shared_candidates(trainer))
 
     @_occasion
     def at_exception(self, trainer: Trainer) -> None:
-        """Saves whatever the score."""
+        """Saves whatever the score, and also with ``save_top_k=0``, as in Lightning; then writes the ``save_last`` file.
+
+        Without ``save_last``, ``last_model_path`` names the file.
+        """
         callback = self._callback
         candidates = self._shared_candidates(trainer)
         path = callback._get_metric_interpolated_filepath_name(candidates, trainer)
@@ -229,7 +235,7 @@ class MethodRotation:
         path = storage.normalized(filepath)
         kept = callback._adopted()
         files = tuple(file for file in kept.files if file != path)
-        if path != kept.last:  # rotation never removes the ``save_last`` file
+        if path != kept.last:  # no score replaces the ``save_last`` file, only the next one does
             files = (*files, path)
         after = replace(kept, files=files)
         callback._write(trainer, SavePlan(target=path, after=after))
