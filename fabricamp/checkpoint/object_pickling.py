@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
+_NUMBER: Final = 4
+"""Number of bytes of a tensor's number in its id."""
+_LAST: Final = b"\x01"
+"""The highest byte of an id: above zero and below 128, so that pickle writes all of its bytes and no further one for the sign."""
+
+
 def pickle_into(
     pickled: PickledObjects, objects: Sequence[tuple[str, str, object]], full: Mapping[int, Tensor] | None = None
 ) -> None:
@@ -30,34 +36,11 @@ def pickle_into(
     ``full`` maps ids of tensors inside the objects to the tensors to save instead: the full values of half weights.  Raises
     :class:`CheckpointError` with the key path of an object that cannot be pickled.
     """
-    try:
-        _fill(pickled, [value for _, _, value in objects], full or {})
-    except Exception as error:  # a class of the user may raise anything
-        path, name, reason = _culprit(objects, error)
-        raise CheckpointError(
-            f"{path} is a {name}, which cannot be pickled ({reason:.300}), so no checkpoint can hold it. Put a function or class "
-            "of a module in its place, or leave it out (save_hyperparameters(ignore=[...]), state_dict, on_save_checkpoint)"
-        ) from error
-    pickled.names = [name for _, name, _ in objects]
-
-
-def _culprit(objects: Sequence[tuple[str, str, object]], error: Exception) -> tuple[str, str, str]:
-    """Returns key path, name and reason of the first object that cannot be pickled alone."""
-    for path, name, value in objects:
-        try:
-            _fill(PickledObjects(), [value], {})
-        except Exception as own:  # noqa: BLE001 - the same
-            return path, name, f"{type(own).__name__}: {own}"
-    path, name, _ = objects[0]
-    return path, name, f"{type(error).__name__}: {error}"
-
-
-def _fill(pickled: PickledObjects, values: Sequence[object], full: Mapping[int, Tensor]) -> None:
-    pickler = _ObjectPickler(full)
-    parts = [pickler.opcodes(value) for value in values]
-    first = pickler.next_place()
-    place = first + len(pickler.tensors)
-    data = b"".join(pickler.with_gets(part, first) + put(place + number) for number, part in enumerate(parts))
+    pickler = _ObjectPickler(full or {})
+    parts = [_opcodes_of(pickler, *one) for one in objects]
+    first = pickler.next_in_memo()
+    objects_at = first + len(pickler.tensors)
+    data = b"".join(pickler.with_gets(part, first) + put(objects_at + number) for number, part in enumerate(parts))
     if habits().files_have_lightnings_names:  # the file may go back to Lightning
         data = renamed(data)
     pickled.data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -65,10 +48,22 @@ def _fill(pickled: PickledObjects, values: Sequence[object], full: Mapping[int, 
     pickled.digest = digest_of(data)
     pickled.first = first
     pickled.storages = pickler.storages
+    pickled.names = [name for _, name, _ in objects]
+
+
+def _opcodes_of(pickler: _ObjectPickler, path: str, name: str, value: object) -> bytes:
+    try:
+        return pickler.opcodes(value)
+    except Exception as error:  # a class of the user may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{path} is a {name}, which cannot be pickled ({reason:.300}), so no checkpoint can hold it. Put a function or class "
+            "of a module in its place, or leave it out (save_hyperparameters(ignore=[...]), state_dict, on_save_checkpoint)"
+        ) from error
 
 
 class OpcodePickler(pickle.Pickler):
-    """Pickles one value after the other; a later value refers to the places of parts of earlier ones."""
+    """Pickles one value after the other with one memo: a later value refers to parts of earlier ones."""
 
     def __init__(self, file: io.BytesIO, protocol: int = PROTOCOL) -> None:
         super().__init__(file, protocol=protocol)
@@ -81,23 +76,20 @@ class OpcodePickler(pickle.Pickler):
         pickle.Pickler.dump(self, value)
         return self.file.getvalue()[len(START) : -len(pickle.STOP)]
 
-    def next_place(self) -> int:
-        """Returns the place that the next value gets."""
-        _, (_, place, _), _ = pickletools.genops(
-            self.opcodes([]) + pickle.STOP
-        )  # EMPTY_LIST, the opcode that puts it, STOP
-        assert isinstance(place, int)
-        return place
-
-
-_NUMBER: Final = 4
-"""Number of bytes of a tensor's number in its id."""
+    def next_in_memo(self) -> int:
+        """Returns the index in the memo that the next value gets."""
+        # Without a copy of the memo, which may be large: the opcodes of a list are EMPTY_LIST and a put.
+        _, (_, index, _), _ = pickletools.genops(self.opcodes([]) + pickle.STOP)
+        assert isinstance(index, int)
+        return index
 
 
 class _ObjectPickler(OpcodePickler):
     """Keeps tensors, and storages of tensors of other classes, out of the opcodes: each is an id instead.
 
-    The ids begin with the same long random number, so that :meth:`with_gets` finds them without reading all opcodes.
+    An id is a whole number that pickle writes as these bytes, so that :meth:`with_gets` finds it without reading all opcodes::
+
+        LONG1, size (1 byte), random (16 bytes, the same in all ids), number of the tensor (4 bytes), _LAST, BINPERSID
     """
 
     def __init__(self, full: Mapping[int, Tensor]) -> None:
@@ -110,7 +102,7 @@ class _ObjectPickler(OpcodePickler):
         self._random = secrets.token_bytes(16)
 
     def with_gets(self, opcodes: bytes, first: int) -> bytes:
-        """Returns ``opcodes`` with the value at ``first`` and further places for each id of a tensor or storage."""
+        """Returns ``opcodes`` with a get from the memo in place of each id: number n is at ``first + n`` there."""
         size = len(self._random) + _NUMBER + len(_LAST)
         before, *others = opcodes.split(pickle.LONG1 + bytes([size]) + self._random)
         end = _NUMBER + len(_LAST) + len(pickle.BINPERSID)
@@ -128,8 +120,8 @@ class _ObjectPickler(OpcodePickler):
         if isinstance(value, Tensor):
             if is_shard(value):
                 raise CheckpointError("it holds a sharded tensor, and this rank has only its local shard")
-            # A tensor with attributes, or of another class, is pickled by its own __reduce_ex__, down to a storage, which gets the
-            # number; a tensor on the meta device has no storage.
+            # Any other tensor is pickled by its own __reduce_ex__: one of another class, or with attributes, down to its storage,
+            # which gets a number below; one on the meta device has no storage.
             if type(value) in (Tensor, nn.Parameter) and not value.is_meta and not vars(value):
                 return self._id(id(value), self._full.get(id(value), value))
         elif isinstance(value, torch.UntypedStorage):
@@ -143,7 +135,8 @@ class _ObjectPickler(OpcodePickler):
                 self._dtypes[memory] = value.dtype
             elif self._dtypes[memory] != value.dtype:
                 raise CheckpointError(
-                    f"it holds tensors of {self._dtypes[memory]} and {value.dtype} in the same memory: clone one of them"
+                    f"it, or it and an object before it, holds tensors of {self._dtypes[memory]} and {value.dtype} in the same "
+                    "memory: clone one of them"
                 )
             return self._id(memory, whole_tensor(value))
         return None
@@ -154,7 +147,3 @@ class _ObjectPickler(OpcodePickler):
             self.tensors.append(tensor)
         number = self._numbers[key].to_bytes(_NUMBER, "little")
         return int.from_bytes(self._random + number + _LAST, "little")
-
-
-_LAST: Final = b"\x01"
-"""The last byte of an id, which fixes sign and length of the number."""

@@ -10,10 +10,10 @@ A state with objects has an :class:`ObjectRef` in place of each object, and all 
 The tensors inside objects are not in the bytes: they stand beside them, and are copied and written like all other tensors.  The
 bytes stay closed until :meth:`PickledObjects.load` is allowed to open them.
 
-The bytes are pickle's opcodes for one object after the other, and get and put values by number, in pickle's memo::
+The bytes are pickle's opcodes for one object after the other.  They put values into pickle's memo, and get them from it, by index::
 
     0 ... first-1         parts of the objects
-    first ...             the tensors, which are put there before
+    first ...             the tensors, which whoever reads the bytes puts there before
     first+len(tensors)... the objects
 
 ``object_pickling.py`` makes them, ``closed_pickle.py`` writes them into the pickle of a state and cuts them out of it.
@@ -44,14 +44,14 @@ START: Final = pickle.PROTO + bytes([PROTOCOL])
 """What a pickle begins with; only torch's weights-only unpickler asks for this protocol."""
 
 
-def put(place: int) -> bytes:
-    """Returns the opcode that puts the value on top of the stack at ``place``."""
-    return pickle.LONG_BINPUT + place.to_bytes(4, "little")
+def put(index: int) -> bytes:
+    """Returns the opcode that puts the value on top of the stack into the memo, at ``index``."""
+    return pickle.LONG_BINPUT + index.to_bytes(4, "little")
 
 
-def get(place: int) -> bytes:
-    """Returns the opcode that gets the value at ``place``."""
-    return pickle.LONG_BINGET + place.to_bytes(4, "little")
+def get(index: int) -> bytes:
+    """Returns the opcode that gets the value at ``index`` of the memo."""
+    return pickle.LONG_BINGET + index.to_bytes(4, "little")
 
 
 def digest_of(data: bytes | bytearray) -> str:
@@ -71,7 +71,7 @@ class PickledObjects:
     digest: str = ""
     """A digest of ``data``."""
     first: int | None = None
-    """The place of the first tensor; None: ``data`` is a pickle of version 0.2.0."""
+    """The index of the first tensor in the memo; None: ``data`` is a pickle of version 0.2.0."""
     storages: list[int] = field(default_factory=list)
     """The numbers of tensors of which the objects hold the storage: tensors of other classes do."""
 
@@ -126,11 +126,11 @@ class PickledObjects:
             and isinstance(self.tensors, list)
             and isinstance(self.names, list)
             and all(isinstance(name, str) for name in self.names)
-            and (self.first is None or self._has_places())
+            and (self.first is None or self._has_layout_in_memo())
         )
 
-    def _has_places(self) -> bool:
-        # Each part of an object that has a place takes two bytes or more: a small file could ask for any amount of memory.
+    def _has_layout_in_memo(self) -> bool:
+        # Each part of an object in the memo takes two bytes or more: a small file could ask for any amount of memory.
         return (
             isinstance(self.storages, list)
             and all(isinstance(number, int) for number in self.storages)
@@ -146,7 +146,7 @@ class PickledObjects:
 
 
 def _list_of(first: int, count: int, opcodes: bytes) -> bytes:
-    """Returns a pickle of a list: ``count`` tensors, which are put in their places, and the objects of ``opcodes``."""
+    """Returns a pickle of a list: ``count`` tensors, in the memo from ``first`` on, and the objects of ``opcodes``."""
     tensors = b"".join(
         pickle.BININT + number.to_bytes(4, "little") + pickle.BINPERSID + put(first + number) for number in range(count)
     )

@@ -468,6 +468,15 @@ def test_two_dtypes_in_one_memory_are_refused():
         pack_objects({"state_dict": {}, "x": Encoder([numbers, bits])})
 
 
+def test_two_dtypes_in_one_memory_are_told_of_the_object_that_has_the_second():
+    numbers = torch.arange(4.0).as_subclass(Named)
+    state = {"state_dict": {}, "w": Encoder([1]), "x": Encoder([numbers]), "y": Encoder([numbers.view(torch.int32)])}
+    with pytest.raises(
+        CheckpointError, match=r"^checkpoint\['y'\] is a .*torch\.float32 and torch\.int32 in the same memory"
+    ):
+        pack_objects({**state, "z": Encoder([2])})
+
+
 # -- files of 0.2.0 ----------------------------------------------------------------------------------------------------------------
 
 
