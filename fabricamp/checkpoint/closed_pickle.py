@@ -1,14 +1,16 @@
-"""The pickle of a state with objects, for torch: its :class:`Pickler` and :class:`Unpickler`, as those of Python's ``pickle``.
+"""Stands for Python's ``pickle`` in torch: ``object_files.py`` gives this module to ``torch.save`` as ``pickle_module``.
 
-It is that of the state with the objects in their places, so ``torch.load`` of any program rebuilds them: it needs their classes,
-and not fabricamp.  One key is added, and comes first::
+Torch writes by :class:`Pickler` and reads by :class:`Unpickler`.  The pickle is that of the state with the objects in their places,
+so ``torch.load`` of any program rebuilds them: it needs their classes, and not fabricamp.  :class:`Unpickler` keeps them closed: it
+returns the bytes of the objects, imports no class of theirs and runs no code, which only :meth:`PickledObjects.load` does.  One key
+is added, and comes first::
 
     {"fabricamp_objects": [lengths, names, digest, ..., tensors, objects], "hyper_parameters": {"loss": an object of these}, ...}
                                                                  │  └── their bytes, as they were pickled at the save
-                                                                 └───── put at the places where these bytes get them
+                                                                 └───── put into the memo where these bytes get them
 
-:class:`Pickler` writes the places of objects as pickle's references to them.  :class:`Unpickler` cuts the bytes of the objects out
-of the pickle, and gives the rest to torch's weights-only unpickler: a reference then leads to an :class:`ObjectRef`.
+:class:`Pickler` writes each reference to an object as a get from the memo.  :class:`Unpickler` cuts the bytes of the objects out of
+the pickle, and gives the rest to torch's weights-only unpickler, with an :class:`ObjectRef` in the memo for each object.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 from fabricamp.checkpoint.object_pickling import OpcodePickler
 from fabricamp.checkpoint.objects import START, ObjectRef, PickledObjects, put, typed_storage, whole_tensor
 from fabricamp.checkpoint.packing import objects_in
+from fabricamp.errors import CheckpointError
 from fabricamp.torch_private import WeightsOnlyUnpickler
 
 if TYPE_CHECKING:
@@ -42,28 +45,32 @@ BEGIN: Final = (
     + pickle.EMPTY_LIST
     + pickle.MARK
 )
-"""A pickler of torch or Python puts the dict in a place, so no pickle of another program begins in this way."""
+"""How the pickle begins.  Picklers of torch and Python write a put after EMPTY_DICT, so no pickle of another program does."""
 
 _LONG: Final = pickle.LONG1 + b"\x08"
 """The opcode of a number of eight bytes."""
 
 _NUMBERS: Final = struct.Struct("<" + "2sq" * 4)
-"""What follows: lengths of the values before the objects, and of the objects; the objects' first place, and how many they are."""
+"""What follows: lengths of the values before the objects, and of the objects; the first object's index in the memo; their count."""
 
 
 class Pickler(OpcodePickler):
     """Writes the pickle of a state, whose references are to one :class:`PickledObjects`."""
 
     def dump(self, state: Any) -> None:
-        """Writes the pickle of ``state``."""
+        """Writes the pickle of ``state``; raises :class:`CheckpointError` if it has references to objects of several files."""
         references = objects_in(state).values()
         pickled, *others = {id(reference.objects): reference.objects for reference in references}.values()
-        assert not others, "a state is packed once"
-        assert pickled.first is not None
+        if others:  # it has what read_header returned
+            raise CheckpointError(
+                "its objects are partly references of read_header, to those in another file; put the objects there, which "
+                "read_checkpoint(path, weights_only=False) returns"
+            )
+        assert pickled.first is not None  # object_files.save has asked
         content = pickled.content()
         objects_at = pickled.first + len(pickled.tensors)
         count = len(pickled.names)
-        self._take_places(references, objects_at, count)
+        self._put_references(references, objects_at, count)
 
         fields = (pickled.names, pickled.digest, pickled.storages, pickled.first)
         parts = [*map(self.opcodes, fields)]
@@ -72,20 +79,23 @@ class Pickler(OpcodePickler):
             stored = typed_storage(tensor) if number in storages else tensor
             parts += [self.opcodes(stored), put(pickled.first + number)]
         head = b"".join(parts)
-        # The keys of the state go into the dict that begins the pickle.
+        # What follows EMPTY_DICT puts a dict into the memo, and adds the state's keys to it: here to the dict of BEGIN, which is on
+        # top of the stack once SETITEM has added KEY.
         rest = self.opcodes(dict(state)).removeprefix(pickle.EMPTY_DICT)
         numbers = _NUMBERS.pack(_LONG, len(head), _LONG, len(content), _LONG, objects_at, _LONG, count)
         self.file.seek(0)
         self.file.truncate()
         self.file.writelines((BEGIN, numbers, head, content, pickle.APPENDS, pickle.SETITEM, rest, pickle.STOP))
 
-    def _take_places(self, references: Iterable[ObjectRef], objects_at: int, count: int) -> None:
-        """Gives each reference the place of its object; what is pickled from now on takes places behind all of these."""
-        places: dict[int, tuple[int, Any]] = {id(one): (objects_at + one.index, one) for one in references}
-        # The pickler takes the number of its places as the next one.
-        fillers = [object() for _ in range(objects_at + count - len(places))]
-        places.update((id(filler), (0, filler)) for filler in fillers)
-        self.memo = places
+    def _put_references(self, references: Iterable[ObjectRef], objects_at: int, count: int) -> None:
+        """Puts each reference into the memo where its object is; what is pickled from now on goes behind all of these."""
+        # A pickler's memo is {id of a value: (index, the value)}; of a value in it, only a get is written.
+        memo: dict[int, tuple[int, Any]] = {id(one): (objects_at + one.index, one) for one in references}
+        # A new value gets the size of the memo as its index, so that must be the number of indices in use.  The pickle refers to no
+        # filler, whatever its index.
+        fillers = [object() for _ in range(objects_at + count - len(memo))]
+        memo.update((id(filler), (0, filler)) for filler in fillers)
+        self.memo = memo
 
 
 class Unpickler(WeightsOnlyUnpickler):

@@ -444,6 +444,13 @@ def test_a_state_that_torch_has_loaded_can_be_written_again(tmp_path):
     assert read_checkpoint(path, weights_only=False) == {"state_dict": {}, "x": Encoder([1])}
 
 
+def test_references_to_objects_in_another_file_are_refused_beside_objects(tmp_path):
+    write_checkpoint(tmp_path / "a.ckpt", pack_objects({"state_dict": {}, "x": Encoder([1])}))
+    reference = read_header(tmp_path / "a.ckpt")["x"]
+    with pytest.raises(CheckpointError, match=r"references of read_header.*put the objects there"):
+        write_checkpoint(tmp_path / "b.ckpt", pack_objects({"state_dict": {}, "x": reference, "y": Encoder([2])}))
+
+
 def test_the_key_of_the_objects_is_no_name_for_a_value(tmp_path):
     path = tmp_path / "a.ckpt"
     with pytest.raises(CheckpointError, match=r"'fabricamp_objects' is fabricamp's own"):
