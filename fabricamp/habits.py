@@ -17,7 +17,7 @@ from fabricamp._utils.say_once import say_once
 
 @dataclass(frozen=True)
 class Habits:
-    """One field for each behaviour; True is Lightning's."""
+    """One field for each behaviour; True is Lightning's, but for ``says_differences``: Lightning logs no such lines."""
 
     says_differences: bool = False
     """a difference in a row marked **line**: there is none, so a line is logged in each run to which the row applies"""

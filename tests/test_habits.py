@@ -20,7 +20,7 @@ from fabricamp import ConfigError, habits
 from fabricamp._utils.say_once import say_once
 from fabricamp.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from fabricamp.checkpoint import read_checkpoint
-from fabricamp.lightning.names import Names
+from fabricamp.lightning.names import LightningFinder
 from fabricamp.rng import global_seed
 from tests.small import Classifier, loader, quiet_trainer
 
@@ -279,4 +279,4 @@ def test_a_habit_is_what_its_name_says(name, others, tmp_path, monkeypatch, capl
     rest = habits.LIGHTNING if others else habits.NATIVE
     monkeypatch.setattr(habits, "_present", replace(rest, **{name: not others}))
     assert is_as_in_lightning(tmp_path, monkeypatch, caplog) == (not others)
-    assert Names not in sys.meta_path
+    assert LightningFinder not in sys.meta_path

@@ -69,8 +69,11 @@ def spec_of(name: str) -> ModuleSpec | None:
     return spec
 
 
-class _Place:
-    """A finder of the rows directly below a package; Python asks the class for each new entry of a path."""
+class _PlaceFinder:
+    """Finds the modules at an entry of :func:`place_of`.
+
+    Python calls the class with each new entry of a path; an ImportError leaves the entry to the next of ``sys.path_hooks``.
+    """
 
     def __init__(self, entry: str) -> None:
         if not entry.startswith(TABLE):
@@ -79,11 +82,11 @@ class _Place:
 
     @staticmethod
     def find_spec(name: str, *_: Any) -> ModuleSpec | None:
-        """Returns the spec of a row's module; None if there is no such row."""
+        """Returns the spec of a row's module, by its full name; None if there is no such row."""
         return spec_of(name)
 
     def iter_modules(self, prefix: str = "") -> Iterator[tuple[str, bool]]:
-        """Yields the name of each row, after ``prefix``, and whether it is a package: for ``pkgutil``."""
+        """Yields each row directly below the package, for ``pkgutil``: ``prefix`` and last name, and whether it is a package."""
         for name, row in _rows().items():
             package, _, last = name.rpartition(".")
             if package == self._package:
@@ -132,12 +135,13 @@ def _refused(name: str, module: str) -> type:
 
 
 def _part_of_lightning(module: str) -> str:
-    """Returns the part of Lightning that a module belongs to, such as "plugins" or "fabric"."""
-    distribution, part, *below = module.removeprefix(f"{HOME}.").split(".")
-    if distribution == "fabric" and part != "plugins":
+    """Returns the part of Lightning in whose name migration.toml refuses the module's classes: "loops", "plugins.io", "fabric"."""
+    distribution, *path = module.removeprefix(f"{HOME}.").split(".")
+    if distribution == "fabric" and path[0] != "plugins":  # Fabric's plugins are told of as those of lightning.pytorch
         return "fabric"
-    return f"{part}.{below[0]}" if below and below[0] in _TOLD_APART else part
+    is_told_apart = len(path) > 1 and path[1] in _TOLD_APART
+    return ".".join(path[:2] if is_told_apart else path[:1])
 
 
 # The first: in a zip archive, Python's own would take a place in the table for a folder of the archive.
-sys.path_hooks.insert(0, _Place)
+sys.path_hooks.insert(0, _PlaceFinder)

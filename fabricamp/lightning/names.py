@@ -54,15 +54,15 @@ class _Loader:
         """Returns None, so that Python creates the module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Copies the names of the home, without its submodules: those have modules of Lightning's names, imported on first use."""
+        """Copies the names of the home, but for fabricamp's modules: :func:`_submodule` imports Lightning's on first use."""
         home = importlib.import_module(self._home)
         name = module.__name__
         # Imported before the names are copied: the import binds __version__ to a module, and the copy then to the string.
         for part in _VERSION_MODULES:
             if _found(f"{self._home}.{part}"):
                 importlib.import_module(f"{name}.{part}")
-        names = {key: value for key, value in vars(home).items() if not _is_ours(value)}
-        # Not all of these are among the home's variables: some are imported on first use.
+        names = {key: value for key, value in vars(home).items() if not _is_fabricamps_module(value)}
+        # By getattr: some of these are not among the home's variables before their first use.
         names.update({key: getattr(home, key) for key in getattr(home, "__all__", ())})
         for key in _OF_THE_MODULE_ITSELF:
             names.pop(key, None)
@@ -91,7 +91,7 @@ class _SameModule:
             sys.modules.setdefault(f"{second}{loaded.removeprefix(self._name)}", sys.modules[loaded])
 
 
-def _is_ours(value: object) -> bool:
+def _is_fabricamps_module(value: object) -> bool:
     return isinstance(value, ModuleType) and value.__name__.split(".")[0] == "fabricamp"
 
 
@@ -112,8 +112,8 @@ def _without_package(name: str) -> str:
     return name.removeprefix("lightning.").removeprefix("pytorch.").removeprefix("pytorch_lightning.")
 
 
-class Names:
-    """The first finder on ``sys.meta_path``."""
+class LightningFinder:
+    """Finds the modules of Lightning's names: the first finder on ``sys.meta_path``, so an installed Lightning is not found."""
 
     @staticmethod
     def find_spec(name: str, *_: Any) -> ModuleSpec | None:
@@ -153,11 +153,10 @@ def _spec(name: str, path: str, home: ModuleSpec) -> ModuleSpec:
 def _home_of(path: str) -> ModuleSpec | None:
     """Returns the spec of fabricamp's module with the names of ``lightning.path``; None if there is none."""
     own = _found(f"{aliases.HOME}.{path}".removesuffix("."))
-    if (
-        own is None and path.count(".") > 1
-    ):  # not directly below ``pytorch``: fabricamp has modules there that Lightning lacks
-        return _found_below_fabricamp(path)
-    return own
+    # Directly below ``pytorch`` a module needs a home of its own: fabricamp has modules there that Lightning lacks.
+    if own is not None or path.count(".") < 2:
+        return own
+    return _found_below_fabricamp(path)
 
 
 def _found_below_fabricamp(path: str) -> ModuleSpec | None:
@@ -173,8 +172,11 @@ def _found(name: str) -> ModuleSpec | None:
 
 
 def install() -> None:
-    """Makes later imports of Lightning's names find fabricamp; raises ConfigError if Lightning is imported already."""
-    if Names in sys.meta_path:
+    """Makes later imports of Lightning's names find fabricamp, and takes up Lightning's habits (``habits.py``).
+
+    Both are for the whole process, also for what it imports as ``fabricamp``.  Raises ConfigError if Lightning is imported already.
+    """
+    if LightningFinder in sys.meta_path:
         return
     for package in PACKAGES:
         file = getattr(sys.modules.get(package), "__file__", None) or PATH
@@ -182,12 +184,12 @@ def install() -> None:
             raise ConfigError(
                 f"{package!r} is imported already, from {file}; run the script as python -m fabricamp.lightning script.py"
             )
-    sys.meta_path.insert(0, Names)
+    sys.meta_path.insert(0, LightningFinder)
     habits.take_up(habits.LIGHTNING)
 
 
 def take_over(name: str) -> None:
-    """Replaces a module of :data:`PATH` by the one of this hook; does nothing if it is imported under another name."""
+    """Replaces a module of :data:`PATH` by the one of this hook, installed here; nothing if it is imported under another name."""
     if name not in PACKAGES:
         return
     install()

@@ -35,7 +35,7 @@ def alias(monkeypatch):
     monkeypatch.setattr(sys, "path", [sys.path[0], names.PATH, *sys.path[1:]])
     names.install()
     yield importlib.import_module
-    sys.meta_path.remove(names.Names)
+    sys.meta_path.remove(names.LightningFinder)
     for name in _of_lightning(sys.modules):
         del sys.modules[name]
     sys.modules.update(before)
