@@ -29,6 +29,7 @@ from fabricamp.lightning.lending import detach
 from fabricamp.module import TrainingModule
 from fabricamp.ops.peer_memory import check_peers
 from fabricamp.ops.shards import is_shard, local
+from fabricamp.precision.opt_levels import LEVELS
 from fabricamp.precision.step_results import LossWatch
 from fabricamp.state import REQUEUES
 from fabricamp.watchdog import exit_code, hand_on, ignore_at_exit
@@ -46,7 +47,7 @@ _DTYPES_DIFFER = re.compile(r"same dtype|expected scalar type|Input type .* type
 _PAST_THE_END = re.compile(r"Tried to step \d+ times\. The specified number of total steps is (\d+)")
 _FETCHES = str(Path("torch", "multiprocessing", "reductions.py"))
 """The file of torch that fetches the tensors of a batch from a worker."""
-_CONVERTED = ("O2", "O3", "O5")
+_CONVERTED = tuple(name for name, level in LEVELS.items() if level.cast_model_type is not None)
 """The opt levels at which parameters are half precision."""
 _REDUCED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """The dtypes of weights that torch takes the norm of."""

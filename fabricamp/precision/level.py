@@ -25,7 +25,7 @@ from fabricamp.precision.casting import bounded, cast_floating, check_autocast, 
 from fabricamp.precision.loss_scaler import LossScaler
 from fabricamp.precision.master_weights import MasterWeights
 from fabricamp.precision.mixed_dtypes import explained
-from fabricamp.precision.opt_levels import resolve
+from fabricamp.precision.opt_levels import DEFAULT_CEILING, DEFAULT_WINDOW, resolve
 from fabricamp.precision.step_results import StepResults
 from fabricamp.precision.update_plan import FusedPlan, ScaledStages, Scaling, Stages, UpdatePlan, is_own
 
@@ -166,8 +166,8 @@ class OptLevel(Precision):
         master_weights: bool | str | None = None,
         loss_scale: float | str | None = None,
         min_loss_scale: float | None = None,
-        max_loss_scale: float = 2.0**24,
-        scale_window: int = 2000,
+        max_loss_scale: float = DEFAULT_CEILING,
+        scale_window: int = DEFAULT_WINDOW,
         cast_model_outputs: torch.dtype | str | None = None,
         num_losses: int = 1,
     ) -> None:

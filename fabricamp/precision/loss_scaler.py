@@ -11,6 +11,7 @@ import torch
 from fabricamp import ops
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.uploads import pinned_for_kernels
+from fabricamp.precision.opt_levels import DEFAULT_CEILING, DEFAULT_FLOOR, DEFAULT_WINDOW
 from fabricamp.torch_private import stream_in_use
 
 if TYPE_CHECKING:
@@ -78,9 +79,9 @@ class LossScaler:
         num_losses: int = 1,
         initial: float = INITIAL_SCALE,
         factor: float = FACTOR,
-        window: int = 2000,
-        minimum: float = 2.0**-14,
-        maximum: float = 2.0**24,
+        window: int = DEFAULT_WINDOW,
+        minimum: float = DEFAULT_FLOOR,
+        maximum: float = DEFAULT_CEILING,
         hysteresis: int = 1,
         sticky: bool = False,
     ) -> None:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 DEFAULT_FLOOR: Final = 2.0**-14
 """The lowest value of a dynamic scale, unless ``min_loss_scale`` is given."""
+DEFAULT_CEILING: Final = 2.0**24
+"""The highest value of a dynamic scale, unless ``max_loss_scale`` is given."""
+DEFAULT_WINDOW: Final = 2000
+"""The number of steps without an overflow after which a dynamic scale is doubled, unless ``scale_window`` is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +34,8 @@ class Level:
     master_weights: bool = False
     loss_scale: float | Literal["dynamic"] = 1.0
     min_loss_scale: float = DEFAULT_FLOOR
-    max_loss_scale: float = 2.0**24
-    scale_window: int = 2000
+    max_loss_scale: float = DEFAULT_CEILING
+    scale_window: int = DEFAULT_WINDOW
     cast_model_outputs: torch.dtype | None = None
     num_losses: int = 1
     whole_step: bool = False
