@@ -46,11 +46,14 @@ class PlannedRotation:
         self._callback = callback
 
     def at_step(self, trainer: Trainer) -> None:
-        """Saves a file that is ranked by its score."""
+        """Saves a file if its score is among the top k, or without a monitor the newest, and the ``save_last`` file.
+
+        If the monitor was not logged yet, only the ``save_last`` file.
+        """
         self._save(trainer)
 
     def at_epoch_end(self, trainer: Trainer) -> None:
-        """Saves a file that is ranked by its score, if the epoch is due."""
+        """Saves as :meth:`at_step`, if the epoch is due."""
         if self._callback._is_due_epoch(trainer):
             self._save(trainer)
 
