@@ -12,6 +12,7 @@ from torch import nn
 from fabricamp.optimizers import FusedSGD
 from fabricamp.precision import OptLevel, master_weights
 from fabricamp.precision.master_weights import module_parameter
+from fabricamp.strategies import Sharding
 from fabricamp.strategies.base import Strategy
 from tests.cuda_on_cpu.compiler import kernel_device
 
@@ -350,7 +351,7 @@ def test_a_module_that_came_in_half_gets_fp32_masters():
 
 
 def test_a_strategy_with_masters_of_its_own():
-    strategy = type("Sharded", (Strategy,), {"owns_master_weights": True})()
+    strategy = type("Sharded", (Strategy, Sharding), {"owns_master_weights": True})()
     net, _precision, optimizer = prepared(strategy=strategy)
     assert masters(optimizer)[0] is net.body[0].weight
 
