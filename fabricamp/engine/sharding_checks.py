@@ -91,6 +91,11 @@ def _plan(session: Session, *, filled_later: bool) -> ShardPlan:
         raise ConfigError(
             f"precision {precision.name!r} ({type(precision).__name__}) under a strategy that shards: give an opt level"
         )
+    if level is not None and level.dynamic and level.num_losses > 1:
+        raise ConfigError(
+            f"OptLevel({level.name!r}, num_losses={level.num_losses}) with strategy={session.strategy.name!r} is not offered: "
+            "gradients of several losses are summed whole, and a rank has shards; leave num_losses out, or give strategy='ddp'"
+        )
     if session.strategy.offload and (session.settings.nan_policy is not None or (level is not None and level.dynamic)):
         raise ConfigError(
             f"FSDP(offload=True) with precision {precision.name!r} and nan_policy={session.settings.nan_policy!r} is not offered: "

@@ -168,6 +168,7 @@ class Unfreezing(Callback):
         (Classifier, {"callbacks": ModelCheckpoint("memory://x"), "enable_checkpointing": True}, "have mounted; give a path"),
         (Classifier, {"callbacks": Unfreezing(), "max_epochs": 2}, "net.0.bias changed requires_grad after the run began"),
         (Classifier, {"precision": OptLevel("O4", cast_model_outputs="float16")}, "cast_model_outputs="),
+        (Classifier, {"precision": OptLevel("O1", num_losses=2)}, r"num_losses=2\) with strategy='fsdp' is not offered"),
         (Classifier, {"strategy": FSDP(reshard_after_forward=2)}, r"has to divide the number of ranks that share a copy, 1"),
         (Classifier, {"strategy": FSDP(activation_checkpointing=[nn.Conv2d])}, r"g=\[Conv2d\]\): Classifier has no"),
         (Classifier, {"strategy": FSDP(replicate=2)}, r"FSDP\(replicate=2\) has to divide the number of ranks, 1"),
