@@ -213,6 +213,7 @@ def test_weights_and_biases_takes_histograms(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="needs the package wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()  # what an earlier test began has read W&B's variables
     logger = WandbLogger(save_dir=tmp_path, version="abc")
     _ = logger.experiment  # W&B's service may take longer to start on a busy machine than the end of a fit waits
     trainer = quiet_trainer(
@@ -222,6 +223,7 @@ def test_weights_and_biases_takes_histograms(tmp_path, monkeypatch):
     summary = logger.experiment.summary
     assert sum(summary["gradients/net.0.weight"]["values"]) == 128
     wandb.finish()
+    wandb.teardown()
 
 
 @pytest.mark.parametrize(
