@@ -88,6 +88,14 @@ def test_a_conjugate_at_the_address_of_another_tensor(each_way):
     assert memory.local().tensors[0].tolist() == [4 + 0j] * 5
 
 
+def test_a_conjugate_is_read_as_one_after_its_base(each_way):
+    value = torch.full((5,), 1 + 2j, dtype=torch.complex64, device=each_way)
+    out = torch.zeros_like(value)
+    for source in (value, value.conj(), value):
+        ops.scale([source], [out], torch.ones((), device=each_way))
+        assert out.tolist() == source.tolist()
+
+
 def test_real_and_complex_rows_stand_in_one_table(each_way):
     values = [
         torch.full((40,), 3.0, device=each_way),
