@@ -442,9 +442,11 @@ def table_of(*columns: Sequence[Tensor]) -> Table:
     """Returns a table of these tensors: a cached one if it was built before for the same memory, shapes and dtypes."""
     tensors = list(chain.from_iterable(columns))
     shapes = map(Tensor.size, tensors), map(Tensor.stride, tensors)
-    # A conjugate or a negative view has the memory, shape and dtype of its base.
-    lazy = map(Tensor.is_conj, tensors), map(Tensor.is_neg, tensors)
-    key = (columns[0][0].device, len(columns), *addresses(tensors), *dtypes(tensors), *chain(*shapes, *lazy))
+    kinds = dtypes(tensors)
+    key = (columns[0][0].device, len(columns), *addresses(tensors), *kinds, *chain(*shapes))
+    if any(kind.is_complex for kind in set(kinds)):
+        # A conjugate has the memory, shape and dtype of its base.
+        key += (*map(Tensor.is_conj, tensors), *map(Tensor.is_neg, tensors))
     table = _tables.get(key)
     if table is None:
         table = Table(columns, device=columns[0][0].device)
