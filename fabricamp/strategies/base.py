@@ -27,6 +27,7 @@ from fabricamp.strategies.capabilities import (
     UNSHARDED,
     Membership,
     Sharding,
+    check_attribute,
     check_class,
 )
 from fabricamp.strategies.capabilities import ShardPlan as ShardPlan
@@ -112,6 +113,10 @@ class Strategy(LightningNames, NamesKeywords):
     def __init__(self) -> None:
         self.environment = Environment()
         self.device = torch.device("cpu")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        check_attribute(self, name)
+        super().__setattr__(name, value)
 
     def __getstate__(self) -> StateDict:
         """Returns the state without the reference to the last run."""

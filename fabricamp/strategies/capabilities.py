@@ -144,14 +144,12 @@ def check_class(cls: type) -> None:
             )
 
 
-def check_object(strategy: object) -> None:
-    """Raises :class:`ConfigError` as :func:`check_class` does, also for members that are set on the object."""
-    check_class(type(strategy))
+def check_attribute(strategy: object, name: str) -> None:
+    """Raises :class:`ConfigError` as :func:`check_class` does, for a member that is set on the object."""
     for capability, members in _MEMBERS.items():
-        found = sorted((members | {_FORM}) & vars(strategy).keys())
-        if _FORM in found or (found and not isinstance(strategy, capability)):
+        if name == _FORM or (name in members and not isinstance(strategy, capability)):
             raise ConfigError(
-                f"{type(strategy).__name__} sets {', '.join(found)} on the object, where nothing reads it; set it in the class, "
+                f"{type(strategy).__name__} sets {name} on the object, where nothing reads it; set it in the class, "
                 f"with {_name(capability)} among the bases"
             )
 

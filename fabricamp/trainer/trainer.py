@@ -21,7 +21,7 @@ from fabricamp.profilers.base import profiler_from
 from fabricamp.state import RunState, TrainerFn
 from fabricamp.strategies import strategy_from
 from fabricamp.strategies.base import Environment
-from fabricamp.strategies.capabilities import check_object
+from fabricamp.strategies.capabilities import check_class
 from fabricamp.trainer.arguments import (
     check_settings,
     check_weights_only,
@@ -197,7 +197,7 @@ class Trainer(TrainerProperties):
         settings = check_settings(given)
         given["precision"], environment, checkpoint_io = of_plugins(plugins, given["precision"])
         environment, indices, around = self._choose_processes(given, settings.num_nodes, environment)
-        check_object(self.strategy)
+        check_class(type(self.strategy))
         check_cuda_graph(settings, self.device_type, self.strategy)
         if settings.start_method == "auto":
             settings.start_method = self.strategy.start_method or "auto"
