@@ -1,4 +1,4 @@
-"""Operations on lists of tensors, element by element, and the set of half dtypes."""
+"""Operations on lists of tensors, element by element, the comparison of two tensors' bytes, and the set of half dtypes."""
 
 from __future__ import annotations
 
@@ -100,6 +100,15 @@ def note_differences(sources: Sequence[Tensor], rounded: Sequence[Tensor], flags
     for index, (source, one) in enumerate(zip(sources, rounded, strict=True)):
         own = source.to(one.dtype)
         flags[index] = ((own != one) & ~(own.isnan() & one.isnan())).any()
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors have the same bytes; waits for the device."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    other = other.to(one.device)
+    left, right = (each.detach().contiguous().view(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(left, right)
 
 
 def _factor(value: Tensor | float, device: torch.device) -> tuple[Tensor | None, float]:

@@ -38,9 +38,10 @@ from torch import Tensor
 from fabricamp._utils.containers import with_parts
 from fabricamp.engine.graph.batches import copied, refuse_placeholders, tensors_of
 from fabricamp.engine.graph.capture_errors import explained_errors
-from fabricamp.engine.graph.host_effects import CapturedConstantsGuard, Generators, LogReplay, MetricStates, is_plain
+from fabricamp.engine.graph.host_effects import CapturedConstantsGuard, Generators, is_plain
 from fabricamp.engine.graph.refusals import is_fused
 from fabricamp.errors import ConfigError
+from fabricamp.metrics.replay import LogReplay, MetricStates
 from fabricamp.ops.copies import Copies
 from fabricamp.ops.shards import MemoryOf, local
 from fabricamp.optimizers.refusals import owned_parameters

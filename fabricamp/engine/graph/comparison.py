@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fabricamp.ops.shards import local, local_gradient
+from fabricamp.ops.tensors import same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +17,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabricamp._utils.types import Output
-    from fabricamp.engine.graph.host_effects import Generators, MetricCopies, MetricStates
+    from fabricamp.engine.graph.host_effects import Generators
     from fabricamp.engine.update import LossWeights
     from fabricamp.gradients.memory import GradientMemory, Presence
+    from fabricamp.metrics.replay import MetricCopies, MetricStates
     from fabricamp.precision.base import Precision
     from fabricamp.precision.step_results import StepResults
 
@@ -185,12 +187,3 @@ def _named_tensors(
             number += 1
     if verdicts is not None:
         yield from ((f"the loss scaler's {key}", tensor) for key, tensor in verdicts.scaler.tensors.items())
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors have the same bytes; waits for the device."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    other = other.to(one.device)
-    left, right = (each.detach().contiguous().view(-1).view(torch.uint8) for each in (one, other))
-    return torch.equal(left, right)

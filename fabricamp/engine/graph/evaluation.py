@@ -11,13 +11,15 @@ import torch
 from fabricamp.engine.graph.batches import BatchIndex, copied, signature, tensors_of, view_of
 from fabricamp.engine.graph.capture_errors import reason_of_failure
 from fabricamp.engine.graph.captured import Captured
-from fabricamp.engine.graph.comparison import REPEATED_STEPS, same_bits
-from fabricamp.engine.graph.host_effects import FEWEST_EAGER_CALLS, MOST_CAPTURES_IN_A_ROW, LogReplay, StepWatch
+from fabricamp.engine.graph.comparison import REPEATED_STEPS
+from fabricamp.engine.graph.host_effects import FEWEST_EAGER_CALLS, MOST_CAPTURES_IN_A_ROW, StepWatch
 from fabricamp.engine.graph.memory_budget import GraphMemoryError
 from fabricamp.engine.graph.refusals import refused
 from fabricamp.engine.graph.seen_batches import SeenBatches
 from fabricamp.errors import NotCapturableError
+from fabricamp.metrics.replay import LogReplay
 from fabricamp.metrics.slots import MetricTable
+from fabricamp.ops.tensors import same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

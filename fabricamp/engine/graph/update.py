@@ -41,7 +41,7 @@ from fabricamp.engine.graph.capture_consensus import CaptureConsensus, Stage
 from fabricamp.engine.graph.capture_errors import reason_of_failure
 from fabricamp.engine.graph.captured import CapturedStep, hyperparameter_upload, kept_gradient, same_parameters
 from fabricamp.engine.graph.comparison import ComparedState, compare
-from fabricamp.engine.graph.host_effects import FEWEST_EAGER_CALLS, MOST_CAPTURES_IN_A_ROW, LogReplay, StepWatch
+from fabricamp.engine.graph.host_effects import FEWEST_EAGER_CALLS, MOST_CAPTURES_IN_A_ROW, StepWatch
 from fabricamp.engine.graph.memory_budget import GraphMemoryError, free_host_memory
 from fabricamp.engine.graph.memory_pool import GraphPool
 from fabricamp.engine.graph.refusals import (
@@ -55,6 +55,7 @@ from fabricamp.engine.graph.refusals import (
 from fabricamp.engine.graph.seen_batches import SeenBatches
 from fabricamp.engine.update import Update
 from fabricamp.errors import NotCapturableError
+from fabricamp.metrics.replay import LogReplay
 from fabricamp.ops.peer_memory import check_peers
 from fabricamp.ops.shards import local
 from fabricamp.ops.uploads import lasting_like
