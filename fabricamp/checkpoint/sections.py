@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from fabricamp.errors import CheckpointError, FabricampError, WeightsOnlyError
 from fabricamp.strategies.meta_init import leave_meta
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from fabricamp._utils.types import OptimizerFace, StateDict, Stateful
     from fabricamp.data import DataModule
@@ -69,7 +69,8 @@ class Weights(Section):
 
     module: TrainingModule
     strategy: Strategy
-    conversion: Conversion
+    conversion: Callable[[], Conversion]
+    """Returns the module's present conversion: a resumed run converts the module after its weights are restored."""
     datamodule: DataModule | None
     objects: bool = False
     """Whether hyper-parameters without a plain form are saved as objects, and not as their names."""
@@ -79,7 +80,7 @@ class Weights(Section):
         """Returns full weights, equal on every rank, or this rank's shards if the module is sharded; and hyper-parameters."""
         module = self.module
         datamodule = self.datamodule
-        values: StateDict = {"state_dict": self.conversion.full_state(self.strategy.module_state(module))}
+        values: StateDict = {"state_dict": self.conversion().full_state(self.strategy.module_state(module))}
         values |= MODULE.entries(module, objects=self.objects)
         if datamodule is not None:
             values |= DATA.entries(datamodule, objects=self.objects)
@@ -250,35 +251,46 @@ def _notes(checkpoint: StateDict, key: str) -> list[StateDict]:
     return notes
 
 
+class ScheduleConfig(Protocol):
+    """What a fit keeps of a schedule."""
+
+    scheduler: Any
+    """Torch's scheduler, or any object."""
+
+
 @dataclass
 class Schedules(Section):
     """The learning-rate schedules' states."""
 
     name = "learning-rate schedules"
 
-    schedulers: Sequence[object]
-    """Torch's schedulers, or any objects."""
+    configs: Sequence[ScheduleConfig]
 
     def save(self) -> StateDict:
         """Returns their state dicts, noted as the optimizers', empty for a scheduler without one."""
-        states = [scheduler.state_dict() if hasattr(scheduler, "state_dict") else {} for scheduler in self.schedulers]
-        identities = [identity(scheduler) for scheduler in self.schedulers]
+        schedulers = self._schedulers()
+        states = [scheduler.state_dict() if hasattr(scheduler, "state_dict") else {} for scheduler in schedulers]
+        identities = [identity(scheduler) for scheduler in schedulers]
         return {**_noted("lr_schedulers", states), f"loops.fit.{SCHEDULES}": identities}
 
     def restore(self, checkpoint: StateDict, path: str) -> None:
         """Loads the states; raises if their number or a class differs; a file without schedulers (apex's) changes nothing."""
         if "lr_schedulers" not in checkpoint:
             return
-        _check_number(path, "schedulers", checkpoint["lr_schedulers"], self.schedulers)
+        schedulers = self._schedulers()
+        _check_number(path, "schedulers", checkpoint["lr_schedulers"], schedulers)
         states = with_numpy(checkpoint["lr_schedulers"], _notes(checkpoint, "lr_schedulers"))
         identities = saved_identities(checkpoint, SCHEDULES, len(states))
-        for number, (scheduler, state) in enumerate(zip(self.schedulers, states, strict=True)):
+        for number, (scheduler, state) in enumerate(zip(schedulers, states, strict=True)):
             if not hasattr(scheduler, "load_state_dict"):
                 continue
             if state and identities[number]:
                 alike = not hasattr(scheduler, "state_dict") or state.keys() == scheduler.state_dict().keys()
                 check_class(f"schedule {number}", identities[number], scheduler, path, alike=alike)
             scheduler.load_state_dict(state)
+
+    def _schedulers(self) -> list[Any]:
+        return [config.scheduler for config in self.configs]
 
 
 def _check_number(path: str, label: str, saved: Sequence[object], here: Sequence[object]) -> None:

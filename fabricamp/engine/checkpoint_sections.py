@@ -15,15 +15,13 @@ from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.state import NON_FINITE, Scope, TrainerFn
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fabricamp._utils.types import StateDict
-    from fabricamp.callbacks.base import Callback
     from fabricamp.engine.accumulation_state import AccumulationState
     from fabricamp.engine.session import Session
     from fabricamp.engine.source import DataSource
     from fabricamp.module import TrainingModule
     from fabricamp.state import RunState
+    from fabricamp.trainer import Trainer
     from fabricamp.trainer.arguments import Settings
 
 
@@ -36,7 +34,7 @@ _COMPLETE = ("epoch", "global_step", "loops", "optimizer_states", "lr_schedulers
 
 
 def record_of(session: Session) -> Record:
-    """Returns the record of a run in its present state."""
+    """Returns the record of a run; each save and restore is of the state that the run then has."""
     resume_point = session.resume_point
     source = session.source
     return Record(
@@ -45,7 +43,7 @@ def record_of(session: Session) -> Record:
             Weights(
                 session.module,
                 session.strategy,
-                session.conversion,
+                lambda: session.conversion,
                 source.datamodule,
                 objects=session.settings.checkpoint_objects,
                 trained=session.trained,
@@ -53,10 +51,10 @@ def record_of(session: Session) -> Record:
             Counters(session.trainer.state, resume_point.accumulation, session.settings, session.module, session.data),
             StepSizes(session),
             Optimizers(session.optimizers, session.module),
-            Schedules([config.scheduler for config in session.schedulers]),
+            Schedules(session.schedulers),
             Part("precision", "amp", session.precision),
             KernelChoice(),
-            CallbackSection(session.trainer.callbacks, session.fn),
+            CallbackSection(session.trainer, session.fn),
             DataModuleState(source.datamodule),
             resume_point.loggers,
             resume_point,
@@ -147,17 +145,17 @@ class CallbackSection(Section):
 
     name = "callbacks"
 
-    callbacks: Sequence[Callback]
+    trainer: Trainer
     fn: TrainerFn
 
     def save(self) -> StateDict:
         """Returns their state dicts by ``state_key``."""
-        states = {callback.state_key: state for callback in self.callbacks if (state := callback.state_dict())}
+        states = {callback.state_key: state for callback in self.trainer.callbacks if (state := callback.state_dict())}
         return {"callbacks": states}
 
     def restore(self, checkpoint: StateDict, path: str) -> None:
         """Loads the callbacks' states; an evaluation skips fabricamp's own callbacks, because their states are about training."""
-        for callback, state in matched_states(self.callbacks, checkpoint.get("callbacks", {})):
+        for callback, state in matched_states(self.trainer.callbacks, checkpoint.get("callbacks", {})):
             ours = type(callback).load_state_dict.__module__.startswith("fabricamp.")
             if self.fn is TrainerFn.FITTING or not ours:
                 callback.load_state_dict(state)

@@ -8,7 +8,7 @@ choice of the update, the validation within fit, or :meth:`~Session.evaluate`; :
 from __future__ import annotations
 
 import logging
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,9 +135,9 @@ class Session:
         self.time_spent = TimeSpent()
         self.run_summary = RunSummary(self)
 
-    @property
+    @cached_property
     def record(self) -> Record:
-        """The state of this run, as a checkpoint holds it."""
+        """The sections of this run that a checkpoint holds; made once, as they read the run's state when they save and restore."""
         return record_of(self)
 
     # -- opening, in order -------------------------------------------------------------------------------------------------------
@@ -262,10 +262,10 @@ class Session:
         own_step = overrides(module, "lr_scheduler_step", TrainingModule)
         manual = not module.automatic_optimization
         returned = module.configure_optimizers()
-        self.optimizers, self.schedulers = parse_optimizers(returned, own_step=own_step, manual=manual)
+        self.optimizers[:], self.schedulers[:] = parse_optimizers(returned, own_step=own_step, manual=manual)
         check_optimizers(self.optimizers, module)
         check_optimization(self.optimizers, module, self.settings, self.strategy.world_size)
-        self.optimizers = self.strategy.setup_optimizers(self.optimizers)
+        self.optimizers[:] = self.strategy.setup_optimizers(self.optimizers)
         state = self.trainer.state
         # The scaler of a second fit counts skipped steps from 0, so the sum of the fits before is kept beside it.
         skipped = self.trainer.skipped_steps

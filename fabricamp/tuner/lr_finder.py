@@ -159,7 +159,7 @@ def lr_find(trainer: Trainer, options: LearningRateFinder, module: TrainingModul
 
     def prepare(session: Session) -> None:
         _check_optimizers(session)
-        session.schedulers = []
+        session.schedulers.clear()
         sweep.groups = session.optimizers[0].param_groups
 
     with leaving_no_trace(trainer, module, sweep):

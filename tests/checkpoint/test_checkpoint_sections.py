@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import os
+import sys
 
 import pytest
 import torch
 
 from fabricamp import Callback, CheckpointError, launch
+from fabricamp.checkpoint.formats import upgraded
 from fabricamp.checkpoint.record import Part, Record, Section
 from fabricamp.strategies import DDP, Strategy
 from tests.distributed.ranks import run_ranks
@@ -103,3 +106,55 @@ def test_each_section_of_a_run_is_named_where_it_is_damaged(tmp_path):
     for name, (key, value) in damage.items():
         with pytest.raises(CheckpointError, match=f"a.ckpt does not fit: its {name} cannot be restored"):
             record.restore({**record.save(), key: value}, "a.ckpt", name)
+
+
+class Counted:
+    """How often some functions are called in the block, however the callers got them."""
+
+    def __init__(self, *functions):
+        self.names = {function.__code__: function.__qualname__ for function in functions}
+        self.calls = collections.Counter()
+
+    def __enter__(self):
+        sys.setprofile(self._note)
+        return self.calls
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def _note(self, frame, event, _):
+        if event == "call" and frame.f_code in self.names:
+            self.calls[self.names[frame.f_code]] += 1
+
+
+class Decays(Classifier):
+    """Has a schedule, whose state is restored too."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class Saves(Callback):
+    """Saves at the end of training, where a half module is half still."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_end(self, trainer, pl_module):
+        trainer.save_checkpoint(self.path)
+
+
+def test_a_resume_makes_one_record_and_converts_the_file_once(tmp_path):
+    first = tmp_path / "a.ckpt"
+    quiet_trainer(max_epochs=1, precision="O2", callbacks=Saves(first)).fit(Decays(), loader(8))
+    resumed = quiet_trainer(max_epochs=2, precision="O2", callbacks=Saves(tmp_path / "b.ckpt"))
+    with Counted(Record.__init__, Record.restore, upgraded) as calls:
+        resumed.fit(Decays(), loader(8), ckpt_path=str(first))
+    assert calls.pop("Record.restore") >= 4  # each part as soon as it is there
+    assert calls == {"Record.__init__": 1, "upgraded": 1}
+    # Made before there were optimizers, schedules and half weights, the record saves those of now.
+    saved = torch.load(tmp_path / "b.ckpt", weights_only=True)
+    assert saved["optimizer_states"][0]["state"]
+    assert saved["lr_schedulers"][0]["last_epoch"] == 2
+    assert {value.dtype for value in saved["state_dict"].values()} == {torch.float32}

@@ -22,6 +22,7 @@ from fabricamp.checkpoint.identities import OPTIMIZERS
 from fabricamp.checkpoint.identities import SCHEDULES as SCHEDULES_KEY
 from fabricamp.checkpoint.record import Record
 from fabricamp.checkpoint.sections import Optimizers, Schedules
+from fabricamp.engine.optimizer_setup import SchedulerConfig
 from fabricamp.strategies import Strategy
 from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer
@@ -259,6 +260,11 @@ SCHEDULES = {
 }
 
 
+def schedules(*schedulers):
+    """The section of a fit with these schedules."""
+    return Schedules([SchedulerConfig(one) for one in schedulers])
+
+
 def scheduled(name):
     _, optimizer = built(torch.optim.SGD)
     return SCHEDULES[name](optimizer)
@@ -266,9 +272,9 @@ def scheduled(name):
 
 @pytest.mark.parametrize("first", SCHEDULES)
 def test_every_pair_of_schedules_is_one_or_is_refused_by_name(first):
-    saved = record([Schedules([scheduled(first)])])
+    saved = record([schedules(scheduled(first))])
     for second in SCHEDULES:
-        section = Schedules([scheduled(second)])
+        section = schedules(scheduled(second))
         if first == second:
             section.restore(saved, "a.ckpt")
         else:
@@ -305,13 +311,13 @@ class NoTorch:
 
 def test_a_schedule_of_ones_own_may_be_renamed_or_derived():
     _, optimizer = built(torch.optim.SGD)
-    saved = record([Schedules([Slow(optimizer)])])
-    Schedules([RenamedSlow(optimizer)]).restore(saved, "a.ckpt")
+    saved = record([schedules(Slow(optimizer))])
+    schedules(RenamedSlow(optimizer)).restore(saved, "a.ckpt")
     with pytest.raises(CheckpointError, match="state of Slow, and schedule 0 of configure_optimizers is StepLR"):
-        Schedules([scheduled("StepLR")]).restore(saved, "a.ckpt")
-    saved = record([Schedules([scheduled("StepLR"), NoTorch(3)])])
+        schedules(scheduled("StepLR")).restore(saved, "a.ckpt")
+    saved = record([schedules(scheduled("StepLR"), NoTorch(3))])
     own = [OwnSteps(optimizer, 2), NoTorch()]
-    Schedules(own).restore(saved, "a.ckpt")
+    schedules(*own).restore(saved, "a.ckpt")
     assert own[1].count == 3
 
 
