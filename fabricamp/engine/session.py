@@ -57,7 +57,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.habits import habits, say_difference
 from fabricamp.hooks import Hooks, call_all, call_hook, overrides
 from fabricamp.lightning.lending import attach
-from fabricamp.loggers.logger_collection import LoggerCollection
+from fabricamp.loggers.logger_collection import LoggerCollection, log_values
 from fabricamp.metrics import Metrics
 from fabricamp.module import TrainingModule
 from fabricamp.nn.conversion import convert_syncbn_model, revert_syncbn_model
@@ -70,7 +70,7 @@ from fabricamp.state import RunningStage, TrainerFn
 from fabricamp.watchdog import Watchdog, leave_at_exit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from torch import nn
     from torch.optim import Optimizer
@@ -79,7 +79,6 @@ if TYPE_CHECKING:
     from fabricamp.checkpoint.record import Record
     from fabricamp.data import Feed
     from fabricamp.engine.runner import Runner
-    from fabricamp.state import RunState
 
 
 _LOG = logging.getLogger("fabricamp")
@@ -682,15 +681,3 @@ class Session:
             # The other ranks may be anywhere, and leaving the group would wait for them.
             leave_at_exit(self.strategy)
         self.delivery.close(failed=failed)
-
-
-def log_values(state: RunState, delivery: LoggerCollection, values: Mapping[str, float], step: int) -> None:
-    """Logs the values of a flush, an epoch or an evaluation, as Lightning does: with the epoch, at the number of their step.
-
-    ``step`` is the number of optimizer steps done; steps are numbered from 0.  A value called "step" sets the number instead.
-    """
-    others = {name: value for name, value in values.items() if name != "step"}
-    if "step" in values:
-        delivery.log_metrics(others, int(values["step"]))
-    else:
-        delivery.log_metrics({"epoch": state.epoch, **others}, state.logger_step(step))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from fabricamp._utils.types import StateDict
     from fabricamp.loggers.uploads import SavesCheckpoints
+    from fabricamp.state import RunState
 
 BARRIER_SECONDS = 30.0
 """How long a checkpoint waits for the loggers."""
@@ -139,3 +140,15 @@ class LoggerCollection:
         self._error = None
         if error is not None:
             raise error
+
+
+def log_values(state: RunState, delivery: LoggerCollection, values: Mapping[str, float], step: int) -> None:
+    """Logs the values of a flush, an epoch or an evaluation, as Lightning does: with the epoch, at the number of their step.
+
+    ``step`` is the number of optimizer steps done; steps are numbered from 0.  A value called "step" sets the number instead.
+    """
+    others = {name: value for name, value in values.items() if name != "step"}
+    if "step" in values:
+        delivery.log_metrics(others, int(values["step"]))
+    else:
+        delivery.log_metrics({"epoch": state.epoch, **others}, state.logger_step(step))
