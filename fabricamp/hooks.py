@@ -71,7 +71,7 @@ from fabricamp._utils.reach import reaches
 from fabricamp.arguments.migration import refused_hooks
 from fabricamp.callbacks.base import Callback, decides_by_metrics
 from fabricamp.data import move_to_device
-from fabricamp.engine.profiling import profiled, profiler_of
+from fabricamp.engine.report.profiling import profiled, profiler_of
 from fabricamp.errors import ConfigError
 from fabricamp.lightning.bases import lightnings_base
 

@@ -16,10 +16,10 @@ from fabricamp.checkpoint.file import name_of_source
 from fabricamp.checkpoint.hyperparameters import MODULE, HyperparametersMixin
 from fabricamp.checkpoint.load_from_checkpoint import build
 from fabricamp.checkpoint.sections import restore_weights
-from fabricamp.engine.exporting import ExportMixin
 from fabricamp.engine.optimizer_setup import ManagedOptimizer
 from fabricamp.engine.run_context import DETACHED, RunContext, gathered
 from fabricamp.errors import ConfigError, NotAttachedError, nearest
+from fabricamp.exporting import ExportMixin
 from fabricamp.habits import habits
 from fabricamp.hooks import ModuleHooks, call_hook
 from fabricamp.ops.shards import device_of

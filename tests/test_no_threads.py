@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from fabricamp import Callback, Trainer
 from fabricamp.callbacks import AsyncCheckpoint, ModelCheckpoint
 from fabricamp.checkpoint.checkpoint_io import AsyncCheckpointIO
-from fabricamp.engine import environment_info
+from fabricamp.engine.report import environment_info
 from fabricamp.errors import CheckpointError, ConfigError, NoThreadError
 from fabricamp.loggers import CSVLogger, JSONLinesLogger, MLFlowLogger, TensorBoardLogger
 from fabricamp.loggers.write_queue import RecordQueue

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fabricamp.callbacks._verification import VARIABLE, digests
 from fabricamp.cli import main
-from fabricamp.engine.verification import VARIABLE, digests
 from fabricamp.runs import verify
 from fabricamp.runs.verify import compare
 from tests.distributed.forked import start_forked
@@ -37,6 +37,9 @@ class Net(TrainingModule):
 
 data = DataLoader(TensorDataset(torch.arange(40.0).view(10, 4)), 2, shuffle=True)
 options = {"precision": "O5", "devices": 1}
+if sys.argv[1] == "--searches":
+    from fabricamp.callbacks import LearningRateFinder
+    options["callbacks"] = LearningRateFinder(num_training_steps=12, early_stop_threshold=None, update_attr=False)
 if sys.argv[1] == "--ranks":  # whose losses differ, where steps are skipped for overflow
     options = {"precision": "O1", "devices": 2, "strategy": "ddp", "start_method": "fork", "accumulate_grad_batches": 2}
 Trainer(max_epochs=9, accelerator="cpu", **options).fit(Net(), data)
@@ -72,6 +75,14 @@ def forked(command, env, stdout, **options):
             0,
             [
                 "8 batches on 2 processes, killed after batch 2 of epoch 1, resumed after batch 0 of epoch 1",
+                "bitwise equal",
+            ],
+        ),
+        (
+            "--searches",  # before the fit: its steps are none of the fit's
+            0,
+            [
+                "8 batches on 1 process, killed after batch 0 of epoch 1, resumed after batch 3 of epoch 0",
                 "bitwise equal",
             ],
         ),

@@ -20,8 +20,8 @@ from torch import nn
 
 from fabricamp import launch
 from fabricamp._utils.threads import THREAD_LIMITS
-from fabricamp.engine.ckpt_path import model_checkpoints
-from fabricamp.engine.run_file import folder_to_record_in, record_early_failure
+from fabricamp.engine.report.run_file import folder_to_record_in, record_early_failure
+from fabricamp.engine.saved.ckpt_path import model_checkpoints
 from fabricamp.errors import CheckpointError, DistributedError, FabricampError, NonFiniteError, advice
 from fabricamp.hooks import call_all, call_hook
 from fabricamp.lightning.given import hand_back

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from fabricamp._utils.types import Batch, Output, Step
-    from fabricamp.engine.prediction_record import PredictionRecord
+    from fabricamp.engine.report.prediction_record import PredictionRecord
     from fabricamp.metrics import Metrics
     from fabricamp.module import TrainingModule
     from fabricamp.precision.base import Precision

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from fabricamp.agenda import PassEnd
 from fabricamp.data import set_epoch
 from fabricamp.engine.entries import Deadline, Flush, Interruption, Stop, Validation
-from fabricamp.engine.time_spent import SlowData
+from fabricamp.engine.report.time_spent import SlowData
 from fabricamp.errors import ConfigError
 from fabricamp.habits import say_difference
 from fabricamp.hooks import call_all, call_hook
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
     from fabricamp._utils.types import Batch, Loader, Step
     from fabricamp.data import Feed
-    from fabricamp.engine.monitors import MonitorLook
+    from fabricamp.engine.checks.monitors import MonitorLook
     from fabricamp.engine.optimizer_setup import SchedulerConfig
-    from fabricamp.engine.resume import ResumePoint
-    from fabricamp.engine.time_spent import TimeSpent
+    from fabricamp.engine.report.time_spent import TimeSpent
+    from fabricamp.engine.saved.resume import ResumePoint
     from fabricamp.engine.update import Update
     from fabricamp.hooks import Calls, Hooks
     from fabricamp.metrics import Metrics

@@ -23,16 +23,15 @@ from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.checkpoint import storage
 from fabricamp.checkpoint.checkpoint_io import is_asynchronous, writes_own_files
 from fabricamp.data import DataModule
-from fabricamp.engine.ckpt_path import resolve_checkpoint
+from fabricamp.engine.checks.model_checks import check_steps
 from fabricamp.engine.ending import releasing
 from fabricamp.engine.kernel_choice import kernel_choice
 from fabricamp.engine.logger_setup import join_loggers
-from fabricamp.engine.model_checks import check_steps
-from fabricamp.engine.profiling import reported
-from fabricamp.engine.replica_recovery import join_groups
+from fabricamp.engine.report.profiling import reported
+from fabricamp.engine.saved.ckpt_path import resolve_checkpoint
+from fabricamp.engine.saved.replica_recovery import join_groups
 from fabricamp.engine.session import Session
 from fabricamp.engine.source import GivenData
-from fabricamp.engine.verification import take_part, the_plan
 from fabricamp.errors import ConfigError, ModuleTypeError
 from fabricamp.lightning.bases import DATA, MODULE, derives_from
 from fabricamp.lightning.given import adopted, lines_of, own_loader
@@ -237,8 +236,6 @@ class Runner:
             index = self.device_indices[environment.local_rank % len(self.device_indices)]
             device = torch.device(trainer.device_type, index)
         trainer.strategy.setup_environment(environment, device)
-        if fn is TrainerFn.FITTING:
-            take_part(self, trainer)
         join_loggers(trainer)
         self.take_callbacks(module)
         for message in lines_of((*trainer.callbacks, *trainer.loggers)):
@@ -265,13 +262,9 @@ class Runner:
         self, ckpt_path: str | Path | None, *, weights_only: bool | None = None
     ) -> tuple[str | None, StateDict | None]:
         """Returns the file to load, and its content if that was read in choosing the file; sets ``trainer.ckpt_path``."""
-        fits = self.trainer.state.fn is TrainerFn.FITTING
-        plan = the_plan() if fits else None
-        if plan is not None:
-            ckpt_path = plan.resume_from or ckpt_path
         given = None if ckpt_path is None else str(ckpt_path)
         path, checkpoint = resolve_checkpoint(self.trainer, given, weights_only=weights_only)
-        if fits and self.session is not None:
+        if self.session is not None and self.session.fn is TrainerFn.FITTING:
             path, checkpoint = join_groups(self.session, path, checkpoint, weights_only=weights_only)
         self.trainer.ckpt_path = path
         return path, checkpoint

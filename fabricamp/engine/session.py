@@ -22,7 +22,9 @@ from fabricamp.checkpoint.packing import described_objects, pack_objects
 from fabricamp.checkpoint.plain import stages_as_text
 from fabricamp.data import draw_a_pass, release_workers, set_epoch, set_sampler_epoch
 from fabricamp.data.lengths import without
-from fabricamp.engine.checkpoint_sections import CALLBACKS, POSITION, TRAINING, WEIGHTS_ONLY, record_of
+from fabricamp.engine.checks.model_checks import warn_of_oversights
+from fabricamp.engine.checks.monitors import MonitorLook
+from fabricamp.engine.checks.sharding_checks import check_saving, shard_module
 from fabricamp.engine.compiled import Compilation
 from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions, print_results
 from fabricamp.engine.graph.graphs import Graphs
@@ -32,8 +34,6 @@ from fabricamp.engine.graph.update import GraphUpdate
 from fabricamp.engine.logger_setup import join_loggers, kept_of, log_hyperparams
 from fabricamp.engine.loop import FitParts, TrainingLoop
 from fabricamp.engine.manual_update import ClosureUpdate, ManualUpdate
-from fabricamp.engine.model_checks import warn_of_oversights
-from fabricamp.engine.monitors import MonitorLook
 from fabricamp.engine.optimizer_setup import (
     ManagedOptimizer,
     SchedulerConfig,
@@ -42,17 +42,17 @@ from fabricamp.engine.optimizer_setup import (
     parse_optimizers,
 )
 from fabricamp.engine.performance import give_back
-from fabricamp.engine.prediction_record import PredictionRecord, open_record
-from fabricamp.engine.profiling import profile_evaluation, profile_fit, profile_train_feed
-from fabricamp.engine.resume import ResumePoint
+from fabricamp.engine.report.prediction_record import PredictionRecord, open_record
+from fabricamp.engine.report.profiling import profile_evaluation, profile_fit, profile_train_feed
+from fabricamp.engine.report.run_summary import RunSummary
+from fabricamp.engine.report.time_spent import TimeSpent
 from fabricamp.engine.run_context import DETACHED
-from fabricamp.engine.run_summary import RunSummary
+from fabricamp.engine.saved.checkpoint_sections import CALLBACKS, POSITION, TRAINING, WEIGHTS_ONLY, record_of
+from fabricamp.engine.saved.resume import ResumePoint
+from fabricamp.engine.saved.world_change import keep_samples_of_a_step
 from fabricamp.engine.schedules import check_schedule_lengths, schedule_lengths
-from fabricamp.engine.sharding_checks import check_saving, shard_module
 from fabricamp.engine.source import DataSource, GivenData
-from fabricamp.engine.time_spent import TimeSpent
 from fabricamp.engine.update import Update
-from fabricamp.engine.world_change import keep_samples_of_a_step
 from fabricamp.errors import ConfigError
 from fabricamp.habits import habits, say_difference
 from fabricamp.hooks import Hooks, call_all, call_hook, overrides

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fabricamp.engine.run_file import EVALUATIONS, NAME, process_start
+from fabricamp.engine.report.run_file import EVALUATIONS, NAME, process_start
 from fabricamp.errors import ConfigError
 from fabricamp.messages import is_terminal, printable
 from fabricamp.runs.panels import training_loss, validation_loss

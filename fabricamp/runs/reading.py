@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fabricamp.engine.run_file import EVALUATIONS, NAME
+from fabricamp.engine.report.run_file import EVALUATIONS, NAME
 from fabricamp.errors import ConfigError
 from fabricamp.messages import printable
 

@@ -11,7 +11,7 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fabricamp.engine.verification import DONE, START, VARIABLE, VerificationPlan
+from fabricamp.callbacks._verification import DONE, START, VARIABLE, VerificationPlan
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:

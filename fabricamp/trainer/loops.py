@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 if TYPE_CHECKING:
-    from fabricamp.engine.prediction_record import PredictionRecord
+    from fabricamp.engine.report.prediction_record import PredictionRecord
     from fabricamp.trainer.properties import TrainerProperties
 
 

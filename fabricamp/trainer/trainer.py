@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Never
 from fabricamp import launch
 from fabricamp._utils.files import keep_standard_descriptors
 from fabricamp.arguments.private_methods import refuse_private_methods
+from fabricamp.callbacks._verification import take_part
 from fabricamp.cuda_graph import check_cuda_graph
-from fabricamp.engine.ckpt_path import best_of_last_fit
 from fabricamp.engine.ending import end_fit, leave_interrupted, reading_states
-from fabricamp.engine.run_file import recorded, recorded_evaluation
+from fabricamp.engine.report.run_file import recorded, recorded_evaluation
 from fabricamp.engine.runner import Runner
+from fabricamp.engine.saved.ckpt_path import best_of_last_fit
 from fabricamp.engine.update import forward_train_batches
 from fabricamp.engine.workers import run_on_first, start_workers
 from fabricamp.errors import CheckpointError, NothingToSaveError
@@ -403,6 +404,8 @@ class Trainer(TrainerProperties):
         else:
             with runner.runs(fn):
                 runner.take_callbacks(module)
+                if fn is TrainerFn.FITTING:
+                    ckpt_path = take_part(self, runner.settings, ckpt_path)
                 search_first(self, module, source, ckpt_path)
                 with runner.session_of(fn, module, source) as session:
                     session.attach()

@@ -19,7 +19,7 @@ from fabricamp.callbacks import (
     GradientMonitor,
     ModelCheckpoint,
 )
-from fabricamp.engine.accumulation_state import at_offset
+from fabricamp.engine.saved.accumulation_state import at_offset
 from fabricamp.errors import CheckpointError
 from fabricamp.loggers import TensorBoardLogger
 from fabricamp.optimizers import FusedAdam

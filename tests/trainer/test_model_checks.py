@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from fabricamp import Callback, ConfigError, DataModule, TrainingModule
 from fabricamp.callbacks import ModelCheckpoint
-from fabricamp.engine.model_checks import misspelt_hooks, returns_nothing, unknown_hooks
+from fabricamp.engine.checks.model_checks import misspelt_hooks, returns_nothing, unknown_hooks
 from tests.small import Classifier, loader, quiet_trainer
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from fabricamp.callbacks import ModelCheckpoint
-from fabricamp.engine import environment_info
-from fabricamp.engine.run_file import process_start
+from fabricamp.engine.report import environment_info
+from fabricamp.engine.report.run_file import process_start
 from fabricamp.loggers import CSVLogger
 from fabricamp.runs.listing import summarise
 from tests.small import Classifier, loader, quiet_trainer

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from fabricamp import Callback
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.data import CombinedLoader
-from fabricamp.engine import time_spent
-from fabricamp.engine.time_spent import TimeSpent, what_helps
+from fabricamp.engine.report import time_spent
+from fabricamp.engine.report.time_spent import TimeSpent, what_helps
 from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, data, loader, quiet_trainer
 

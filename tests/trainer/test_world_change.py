@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from fabricamp.callbacks import GradientAccumulationScheduler
 from fabricamp.data import CombinedLoader
-from fabricamp.engine.world_change import StepSize, micro_batches
+from fabricamp.engine.saved.world_change import StepSize, micro_batches
 from fabricamp.errors import CheckpointError, ConfigError
 from tests.small import Classifier, data, loader, quiet_trainer
 

@@ -1,6 +1,6 @@
 """A fit under ``fabricamp verify``: writes digests of its state after each batch, and kills its process at a given batch.
 
-The command passes its plan in one environment variable; without the variable a fit does none of this.
+The command (``runs/verify.py``) passes its plan in one environment variable, which a fit reads in one call: :func:`take_part`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fabricamp._utils.types import Batch, Output, StateDict
-    from fabricamp.engine.runner import Runner
-    from fabricamp.engine.session import Session
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
+    from fabricamp.trainer.arguments import Settings
 
 VARIABLE = "FABRICAMP_VERIFY"
 START, DONE = "start", "done"
@@ -49,36 +48,33 @@ class VerificationPlan(NamedTuple):
     resume_from: str = ""
 
 
-def the_plan() -> VerificationPlan | None:
-    """Returns the command's plan; None without the command."""
+def take_part(trainer: Trainer, settings: Settings, ckpt_path: str | Path | None) -> str | Path | None:
+    """Prepares a fit under the command, and returns the checkpoint from which it resumes; without the command ``ckpt_path``.
+
+    Removes its loggers and checkpoint callbacks, and adds a :class:`Recorder`.
+    """
     text = os.environ.get(VARIABLE)
-    return VerificationPlan(**json.loads(text)) if text else None
-
-
-def take_part(runner: Runner, trainer: Trainer) -> None:
-    """Prepares a fit under the command: removes its loggers and checkpoint callbacks, and adds a :class:`Recorder`."""
-    plan = the_plan()
-    if plan is None:
-        return
-    settings = runner.settings
+    if not text:
+        return ckpt_path
+    plan = VerificationPlan(**json.loads(text))
     settings.cuda_graph = settings.cuda_graph and settings.cuda_graph.one_by_one()
     trainer.loggers = [DummyLogger()] if trainer.loggers else []
     trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, Checkpoint)]
-    trainer.callbacks.append(Recorder(plan, runner))
+    trainer.callbacks.append(Recorder(plan))
+    return plan.resume_from or ckpt_path
 
 
 class Recorder(Callback):
     """Writes a line of digests for each batch, and kills its process at the end of the plan."""
 
-    def __init__(self, plan: VerificationPlan, runner: Runner) -> None:
+    def __init__(self, plan: VerificationPlan) -> None:
         self._plan = plan
-        self._runner = runner
         self._before: StateDict = {}
         self._batches = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Writes the state that the fit begins with; a resumed fit begins with that of its checkpoint."""
-        self._write(trainer, {"at": START, "state": self._state()})
+        self._write(trainer, {"at": START, "state": digests_of_state(trainer)})
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int) -> None:
         """Keeps the digests of the batch, and of the RNG states before it."""
@@ -90,7 +86,9 @@ class Recorder(Callback):
         """Writes the digests of the batch and of the state after it; saves, or ends the run, at the plan's batches."""
         self._batches += 1
         position = f"{trainer.current_epoch}/{batch_idx}"
-        self._write(trainer, {"at": position, "step": trainer.global_step, **self._before, "state": self._state()})
+        self._write(
+            trainer, {"at": position, "step": trainer.global_step, **self._before, "state": digests_of_state(trainer)}
+        )
         if position == self._plan.save_at:
             trainer.save_checkpoint(Path(self._plan.folder) / "saved.ckpt")
         if position == self._plan.kill_at or self._batches == self._plan.batches:
@@ -99,10 +97,6 @@ class Recorder(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Ends the process: what the script does after the fit is not verified."""
         self._end(trainer)
-
-    def _state(self) -> dict[str, str]:
-        assert self._runner.session is not None
-        return digests_of_state(self._runner.session)
 
     def _end(self, trainer: Trainer) -> None:
         self._write(trainer, {"at": DONE})
@@ -114,13 +108,13 @@ class Recorder(Callback):
             file.write(json.dumps(line) + "\n")
 
 
-def digests_of_state(session: Session) -> dict[str, str]:
+def digests_of_state(trainer: Trainer) -> dict[str, str]:
     """Returns digests, by name, of a checkpoint's weights, optimizers, schedules and loss scale; every rank has to call it."""
-    saved = session.record.save(*_SECTIONS)
+    saved = trainer.record.save(*_SECTIONS)
     state: dict[str, str] = {}
     for key in _STATE:
         state |= digests(saved.get(key), key)
-    if session.trainer.is_global_zero:
+    if trainer.is_global_zero:
         return state
     return {
         name: digest

@@ -9,7 +9,7 @@ from fabricamp.agenda import Entry, Position
 from fabricamp.callbacks._monitoring import missing_in
 from fabricamp.callbacks.base import Callback, decides_by_metrics
 from fabricamp.callbacks.checkpoint import Checkpoint
-from fabricamp.engine.model_checks import strings_in
+from fabricamp.engine.checks.model_checks import strings_in
 from fabricamp.module import TrainingModule
 
 if TYPE_CHECKING:

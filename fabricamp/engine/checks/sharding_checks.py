@@ -13,7 +13,7 @@ from fabricamp.callbacks.gradient_monitor import GradientMonitor
 from fabricamp.callbacks.lr_finder import LearningRateFinder
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.checkpoint import storage
-from fabricamp.engine.world_change import KEEP_GLOBAL_BATCH
+from fabricamp.engine.saved.world_change import KEEP_GLOBAL_BATCH
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.loggers.tensorboard import TensorBoardLogger
 from fabricamp.precision.base import Precision

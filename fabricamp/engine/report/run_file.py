@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from fabricamp._utils.files import replace_text
 from fabricamp._utils.masking import hidden, masked
 from fabricamp.checkpoint import plain
-from fabricamp.engine import environment_info
-from fabricamp.engine.ckpt_path import model_checkpoints
 from fabricamp.engine.logger_setup import kept_of
+from fabricamp.engine.report import environment_info
+from fabricamp.engine.saved.ckpt_path import model_checkpoints
 from fabricamp.loggers.run_folder import folder_of
 from fabricamp.state import TrainerFn
 

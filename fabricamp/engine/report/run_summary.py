@@ -15,8 +15,8 @@ from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
 from fabricamp.data import leaves_of
 from fabricamp.data.position import keeps_workers
-from fabricamp.engine.ckpt_path import model_checkpoints
-from fabricamp.engine.run_file import NAME
+from fabricamp.engine.report.run_file import NAME
+from fabricamp.engine.saved.ckpt_path import model_checkpoints
 from fabricamp.launch.start import STARTED_BY
 from fabricamp.loggers.run_folder import RunFolderLogger, folder_of
 

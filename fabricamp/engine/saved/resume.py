@@ -21,7 +21,7 @@ import torch
 from fabricamp.callbacks.base import Callback
 from fabricamp.checkpoint.record import Section
 from fabricamp.data import Feed, move_to_device
-from fabricamp.engine.accumulation_state import AccumulationState
+from fabricamp.engine.saved.accumulation_state import AccumulationState
 from fabricamp.hooks import overrides
 from fabricamp.metrics import Metrics
 from fabricamp.metrics.saving import find_objects, load_objects, save_objects, updated

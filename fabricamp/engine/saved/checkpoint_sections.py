@@ -10,13 +10,13 @@ from fabricamp.checkpoint.foreign import lightning_keys
 from fabricamp.checkpoint.record import Part, Record, Section
 from fabricamp.checkpoint.sections import DataModuleState, Optimizers, Schedules, Weights
 from fabricamp.engine.kernel_choice import KernelChoice
-from fabricamp.engine.world_change import StepSizes
+from fabricamp.engine.saved.world_change import StepSizes
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.state import NON_FINITE, Scope, TrainerFn
 
 if TYPE_CHECKING:
     from fabricamp._utils.types import StateDict
-    from fabricamp.engine.accumulation_state import AccumulationState
+    from fabricamp.engine.saved.accumulation_state import AccumulationState
     from fabricamp.engine.session import Session
     from fabricamp.engine.source import DataSource
     from fabricamp.module import TrainingModule
