@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -161,31 +161,14 @@ class Watchdog:
 
     def _first_and_rest(self, batches: Iterator[Batch]) -> Iterator[Iterable[Any]]:
         first = list(itertools.islice(batches, 1))
-        self._meet_at_first_batch()
+        self._passes += 1
+        # Once the ranks agree on a stop position, it does not depend on who waits here.
+        self._meet(
+            f"first batch/{self._passes}", self._check_failed_meanwhile, leaves=lambda: bool(self.agreement.reason)
+        )
         yield first
         first.clear()  # keep no reference to the first batch for the rest of the epoch
         yield batches  # the loader's own iterator: later batches pass through no code of this method
-
-    def _meet_at_first_batch(self) -> None:
-        assert self._store is not None
-        self._passes += 1
-        key = f"first batch/{self._passes}"
-        with contextlib.suppress(DistNetworkError):  # the store's owner process is gone: the next collective will fail
-            if self._store.add(f"{key}/ranks", 1) == self._strategy.world_size:
-                self._store.set(f"{key}/all", "")
-            pause = _SHORTEST_SECONDS
-            while not self._store.check([f"{key}/all"]):
-                if self.agreement.reason:
-                    # A signal came: the ranks agree on the stop position, which does not depend on who waits here.
-                    return
-                time.sleep(pause)
-                pause = min(2 * pause, _POLL_SECONDS)
-                if pause == _POLL_SECONDS and self._store.check([_FAILURE]):
-                    failure = json.loads(self._store.get(_FAILURE))
-                    raise DistributedError(
-                        f"rank {self._strategy.rank} waited with its first batch for the others, and rank {failure['rank']} "
-                        f"failed {failure['position']}: {failure['what']}"
-                    )
 
     def meet_at_end_of_data(self, batches: int) -> None:
         """Returns once every rank has run its last batch of the epoch; called before the next collective.
@@ -193,18 +176,30 @@ class Watchdog:
         Raises :class:`DistributedError` if another rank is in a batch that this rank does not have: that rank would wait there
         forever, or reduce its gradients with this rank's next collective.
         """
-        if self._store is None:
-            return
-        key = f"end of data/{self._state.epoch}"
+        if self._store is not None:
+            self._meet(f"end of data/{self._state.epoch}", partial(self._check_even, batches=batches))
+
+    def _meet(self, key: str, check: Callable[[Store], None], leaves: Callable[[], bool] = bool) -> None:
+        """Returns once every rank has come to ``key``, or if ``leaves()``; ``check`` raises if the wait is in vain."""
+        assert self._store is not None
         with contextlib.suppress(DistNetworkError):  # the store's owner process is gone: the next collective will fail
             if self._store.add(f"{key}/ranks", 1) == self._strategy.world_size:
                 self._store.set(f"{key}/all", "")
             pause = _SHORTEST_SECONDS
-            while not self._store.check([f"{key}/all"]):
+            while not self._store.check([f"{key}/all"]) and not leaves():
                 time.sleep(pause)
                 pause = min(2 * pause, _POLL_SECONDS)
                 if pause == _POLL_SECONDS:
-                    self._check_even(self._store, batches)
+                    check(self._store)
+
+    def _check_failed_meanwhile(self, store: Store) -> None:
+        """Raises :class:`DistributedError` if another rank has failed before its first batch."""
+        if store.check([_FAILURE]):
+            failure = json.loads(store.get(_FAILURE))
+            raise DistributedError(
+                f"rank {self._strategy.rank} waited with its first batch for the others, and rank {failure['rank']} "
+                f"failed {failure['position']}: {failure['what']}"
+            )
 
     def _check_even(self, store: Store, batches: int) -> None:
         """Raises :class:`DistributedError` if another rank is in a batch of this epoch that this rank does not have."""

@@ -423,7 +423,7 @@ def start_slowly(go, _worker):
         time.sleep(0.05)
 
 
-STARTING = (1, "", "starting", "_try_get_data"), (0, "", "waiting", "_meet_at_first_batch")
+STARTING = (1, "", "starting", "_try_get_data"), (0, "", "waiting", "_meet")
 
 
 def fit_with_slow_starts(go, callback):
