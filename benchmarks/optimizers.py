@@ -250,7 +250,7 @@ def through_precision(level: str, case: Case, shapes: list[tuple[int, ...]], rep
     optimizer = case.ours(module.parameters())
     strategy = Strategy()
     precision.setup_optimizers(module, [optimizer], strategy)
-    plan = precision.plan(optimizer, strategy, Clip(1.0))
+    of_optimizer = precision.step_of(optimizer, strategy, Clip(1.0))
     holders = precision.gradients(optimizer).parameters
     gradients = [torch.randn_like(one) for one in holders]
     loss = torch.ones((), device="cuda")
@@ -260,8 +260,8 @@ def through_precision(level: str, case: Case, shapes: list[tuple[int, ...]], rep
             holder.grad = gradient
 
     def step() -> None:
-        plan.run(loss)
-        plan.after()
+        of_optimizer.run(loss)
+        of_optimizer.after()
         if precision.verdicts is not None:
             precision.verdicts.note_end()
 

@@ -164,21 +164,15 @@ class Updates:
         loss = torch.ones((), device=device)
         results = precision.verdicts
         clip = Clip(1.0)
-        if hasattr(precision, "plan"):
-            plan = precision.plan(optimizer, strategy, clip)
-            note_end = (
-                results.note_end if hasattr(results, "note_end") else results.note_closed
-            )  # as older trees have it
+        # As older trees have it too.
+        step_of = precision.step_of if hasattr(precision, "step_of") else precision.plan
+        of_optimizer = step_of(optimizer, strategy, clip)
+        note_end = results.note_end if hasattr(results, "note_end") else results.note_closed
 
-            def step():
-                plan.run(loss)
-                plan.after()
-                note_end()
-        else:
-
-            def step():
-                precision.step(optimizer, clip=clip, loss=loss)
-                results.close_window(loss)
+        def step():
+            of_optimizer.run(loss)
+            of_optimizer.after()
+            note_end()
 
         self.step = step
 

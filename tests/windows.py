@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import torch
 
+from fabricamp.gradients.flat import IN_PLACE
 from fabricamp.gradients.memory import GradientMemory
+from fabricamp.strategies.base import Strategy
 
 
-def end_step(precision, loss):
-    """Ends a step as the loop does; there are step statuses only if a step may be skipped."""
+def make_step(precision, optimizer, gradients=IN_PLACE, clip=None, *, run=None, look=None, loss=None):
+    """Makes one step of one process, with ``gradients`` in place of exchanged ones; given the ``loss``, ends the training step."""
+    step = precision.step_of(optimizer, Strategy(), clip)
+    if gradients is not IN_PLACE:
+        step.exchanges = True
+        step.reduce = lambda _: gradients
+    if look is None and run is None:
+        step.run(loss)
+    else:
+        step.run_shown(loss, look or (lambda: clip), run)
+    step.after()
+
+
+def end_step(precision, loss=None):
+    """Ends a step as the loop does, without ``loss`` if its launch has; there are statuses only if a step may be skipped."""
     if precision.verdicts is None:
         return None
-    precision.verdicts.launch_end(loss)
+    if loss is not None:
+        precision.verdicts.launch_end(loss)
     return precision.verdicts.note_end()
 
 

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from fabricamp.hooks import Calls, Hooks
     from fabricamp.metrics import Metrics
     from fabricamp.module import TrainingModule
-    from fabricamp.precision.base import Clip, Precision
+    from fabricamp.precision.base import Precision
+    from fabricamp.precision.optimizer_step import OptimizerStep
     from fabricamp.state import RunState
     from fabricamp.strategies.base import Strategy
     from fabricamp.trainer.arguments import Settings
@@ -65,8 +66,9 @@ class FitParts:
     loader: Loader
     step: Step
     optimizers: list[Optimizer]
+    optimizer_steps: list[OptimizerStep]
+    """The step of each optimizer."""
     schedulers: list[SchedulerConfig]
-    clip: Clip | None
     settings: Settings
     """The Trainer's settings; some of them may change during a fit."""
     length: float

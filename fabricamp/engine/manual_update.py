@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fabricamp._utils.types import Batch, Closure, Output, StateDict
     from fabricamp.engine.loop import FitParts
     from fabricamp.engine.update import LossWeights
-    from fabricamp.precision.update_plan import UpdatePlan
+    from fabricamp.precision.optimizer_step import OptimizerStep
 
 
 _grad: Final = operator.attrgetter("grad")
@@ -42,8 +42,9 @@ class ManualUpdate(Update):
     def __init__(self, parts: FitParts) -> None:
         super().__init__(parts)
         self._clips: dict[Optimizer, Clip] = {}
-        self._plans: dict[Optimizer, UpdatePlan] = {}
-        """The update of each optimizer, from its first step on."""
+        self._steps = dict(zip(parts.optimizers, parts.optimizer_steps, strict=True))
+        for step in parts.optimizer_steps:
+            step.hands_over = True  # no wrapper has seen a backward
         self._not_stepped = set(parts.optimizers)
         self._accumulates = False  # whether a training_step has ended with gradients that no step used
         self._scales = parts.precision.state_dict().get("loss_scale", 1.0) != 1.0
@@ -106,16 +107,11 @@ class ManualUpdate(Update):
         if self._gradient_scales:
             self._check_scale(optimizer)
         self._look_for_unseen_edits()
-        plan = self._plans.get(optimizer)
-        if plan is None:
-            plan = self._parts.precision.plan(optimizer, self._parts.strategy, None)
-            self._plans[optimizer] = plan
+        step = self._steps[optimizer]
         if closure is not None and takes_closure(optimizer):
-            self._step_with_closure(plan, closure, result)
-        elif self._hooks.before_step:
-            plan.step_shown(partial(self._run_hooks, optimizer))
+            self._step_with_closure(step, closure, result)
         else:
-            plan.step(self._clips.pop(optimizer, None))
+            self._launch_step(step)
         writes = not isinstance(optimizer, FusedOptimizer) or optimizer.leaves_gradients
         if self._scales and (self._hooks.before_step or writes):
             # The step has unscaled them where they are, in .grad.
@@ -136,27 +132,34 @@ class ManualUpdate(Update):
             hook(optimizer)
         return result
 
-    def _step_with_closure(self, plan: UpdatePlan, closure: Closure, result: Any) -> None:
+    def _launch_step(self, step: OptimizerStep) -> None:
+        """Launches the update of one optimizer; the training step ends later."""
+        if self._hooks.before_step:
+            step.run_shown(None, partial(self._run_hooks, step.optimizer))
+        else:
+            step.clip = self._clips.pop(step.optimizer, None)
+            step.run(None)
+        step.after()
+
+    def _step_with_closure(self, step: OptimizerStep, closure: Closure, result: Any) -> None:
         """Steps an optimizer that may call ``closure`` again, which has run once and returned ``result``."""
-        optimizer = plan.optimizer
-        again = StepClosure(optimizer, partial(self._run_closure, plan, closure), self._obstacle_to_second_pass())
+        again = StepClosure(step.optimizer, partial(self._run_closure, step, closure), self._obstacle_to_second_pass())
         again.loss = result
+        step.call = again.step
         try:
-            if self._hooks.before_step:
-                plan.step_shown(partial(self._run_hooks, optimizer), again.step)
-            else:
-                plan.step_by(again.step, self._clips.pop(optimizer, None))
+            self._launch_step(step)
         finally:
+            step.call = None
             self._parts.metrics.muted = False
 
     @torch.enable_grad()
-    def _run_closure(self, plan: UpdatePlan, closure: Closure) -> Any:
+    def _run_closure(self, step: OptimizerStep, closure: Closure) -> Any:
         """Runs the user's ``closure`` once more in a step, then exchange, hooks and clipping."""
-        optimizer = plan.optimizer
+        optimizer = step.optimizer
         self._parts.metrics.muted = not self._last_call_counts
         # The step is outside of the precision's forward, which the closure has been in before.
         result = self._parts.precision.forward(partial(self._counted_once, optimizer, closure))
-        gradients = plan.reduce(self._parts.precision.gradients(optimizer))
+        gradients = step.exchange()
         if gradients is not IN_PLACE:
             write_gradients(optimizer, gradients)
         clip = self._clips.pop(optimizer, None)

@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from fabricamp.checkpoint.record import Record
     from fabricamp.data import Feed
     from fabricamp.engine.runner import Runner
+    from fabricamp.precision.optimizer_step import OptimizerStep
 
 
 _LOG = logging.getLogger("fabricamp")
@@ -112,6 +113,7 @@ class Session:
         self.watchdog = Watchdog(trainer.state, trainer.strategy)
         self.agreement = self.watchdog.agreement
         self.optimizers: list[Optimizer] = []
+        self.optimizer_steps: list[OptimizerStep] = []
         self.schedulers: list[SchedulerConfig] = []
         self.hooks = Hooks(trainer, module, trainer.callbacks)
         self.checkpoint: StateDict | None = None
@@ -285,8 +287,10 @@ class Session:
     def _wrap_step(self) -> None:
         self.graphs.enter_stream()
         # This also takes in parameter groups that callbacks added, so that their state is loaded for fp32 masters.
-        memories = [self.precision.gradients(optimizer) for optimizer in self.optimizers]
-        sums = any(memory.flat is not None for memory in memories)
+        automatic = self.module.automatic_optimization
+        clip = self.settings.clip if automatic else None
+        self.optimizer_steps = [self.precision.step_of(each, self.strategy, clip) for each in self.optimizers]
+        sums = any(step.sums for step in self.optimizer_steps)
         if sums and (refusal := self.strategy.refuses_sums()):
             raise ConfigError(
                 f"precision {self.precision.name!r} sums the gradients of micro-batches in fp32, and ranks exchange these sums: "
@@ -295,7 +299,7 @@ class Session:
         self.step = self.strategy.wrap_module(
             self.module,
             self.compilation.training_step(),
-            automatic=self.module.automatic_optimization,
+            automatic=automatic,
             accumulates=self.settings.accumulates or sums,
         )
 
@@ -365,8 +369,8 @@ class Session:
             loader=self.data.train_loader,
             step=self.step,
             optimizers=self.optimizers,
+            optimizer_steps=self.optimizer_steps,
             schedulers=self.schedulers,
-            clip=self.settings.clip,
             settings=self.settings,
             length=length,
             validate=self._validate if evaluate else None,

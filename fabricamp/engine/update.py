@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from fabricamp.engine.session import Session
     from fabricamp.gradients.flat import Gradients
     from fabricamp.precision.base import Clip
-    from fabricamp.precision.update_plan import UpdatePlan
+    from fabricamp.precision.optimizer_step import OptimizerStep
 
 _OF_GRADIENTS: Final = frozenset({"grad", "grad_norm", "get_total_norm", "clip_grad_norm_"})
 """Names of which a hook's code has one if it looks at gradients."""
@@ -58,7 +58,7 @@ _FIRST_LOOKS: Final = 5
 
 
 class Update:
-    """Runs micro-batches and makes one update per accumulation, by the plan that takes gradients from strategy to precision.
+    """Runs micro-batches and makes one update per accumulation, by the optimizer's step.
 
     Everything that can be looked up is looked up before the first batch.
 
@@ -89,12 +89,10 @@ class Update:
         self._first_looks = _FIRST_LOOKS
         self._next_look: float = 0
         self._optimizer = parts.optimizers[0] if parts.optimizers and automatic else None
-        self.plan: UpdatePlan | None = None
-        """The update of the optimizer; None in manual optimization and without an optimizer."""
-        if self._optimizer is not None:
-            self.plan = precision.plan(self._optimizer, parts.strategy, parts.clip)
+        self.optimizer_step: OptimizerStep | None = parts.optimizer_steps[0] if self._optimizer is not None else None
+        """The optimizer's step; None in manual optimization and without an optimizer."""
         # Whether gradients are summed in the precision's own memory; .grad then holds those of one micro-batch.
-        self._sums = self.plan is not None and self.plan.sums
+        self._sums = self.optimizer_step is not None and self.optimizer_step.sums
         self.weights: LossWeights | None = None
         self.reference: Tensor | None = None
         self.overflow_policy: OverflowPolicy | None = None
@@ -119,6 +117,7 @@ class Update:
         self._outputs_again: Output = None
         if self._optimizer is not None and (takes_closure(self._optimizer) or self._hooks.step is not None):
             self._closure = StepClosure(self._optimizer, self._run_again, self._obstacle_to_second_pass())
+            cast("OptimizerStep", self.optimizer_step).call = self._closure.step
         # With several ranks, a weight on some ranks only would leave the others waiting in its exchange: before the first backward
         # the ranks compare whether their losses have weights.  False once they have found that no loss has one.
         self._compares_kinds = automatic and parts.strategy.world_size > 1
@@ -235,8 +234,8 @@ class Update:
         hooks.backward(loss)
         for hook in hooks.after_backward:
             hook()
-        if self._sums and self.plan is not None and self.plan.memory is not None:
-            self.plan.memory().add()
+        if self._sums and self.optimizer_step is not None:
+            self.optimizer_step.memory().add()
         if not hooks.wants_outputs:
             return None
         if self._shows_shares:
@@ -270,10 +269,10 @@ class Update:
                 raise mixed()
             self.weights = LossWeights(self._parts.strategy, self._accumulate, self.reference)
             self._forward = self.weights.requiring_weights(self._forward)
-            if self.plan is not None:
-                # The update now divides by the weight, which comes with the exchanged gradients.
-                self.plan.exchanges = True
-                self.plan.reduce = self.weights.dividing(self.plan.reduce)
+            if self.optimizer_step is not None:
+                # The step now divides by the weight, which comes with the exchanged gradients.
+                self.optimizer_step.exchanges = True
+                self.optimizer_step.reduce = self.weights.dividing(self.optimizer_step.reduce)
         return self.weights
 
     def _compare_kinds(self, _: Tensor) -> None:
@@ -320,19 +319,18 @@ class Update:
 
     def _launch_update(self, loss: Tensor | None, batch_idx: int = 0) -> None:
         """Launches an update's work on the device: exchange, step, end of the accumulation step."""
-        plan = self.plan
-        if plan is None:
+        step = self.optimizer_step
+        if step is None:
             if self.overflow_policy is not None:
                 self.overflow_policy.launch_end(loss)
-        elif self._hooks.shows_gradients:
-            self._launch_shown_update(plan, loss, batch_idx)
-        elif self._closure is not None:
+            return
+        if self._closure is not None:
             self._closure.loss = loss
-            plan.run_by(self._closure.step, loss)
-            plan.after()
+        if self._hooks.shows_gradients:
+            self._launch_shown_update(step, loss, batch_idx)
         else:
-            plan.run(loss)
-            plan.after()
+            step.run(loss)
+        step.after()
 
     # -- closures ----------------------------------------------------------------------------------------------------------------
 
@@ -360,8 +358,8 @@ class Update:
             return (
                 f"nan_policy={parts.settings.nan_policy!r} does not offer: it checks one backward; leave nan_policy out"
             )
-        if not precision.splits_steps:
-            return f"a precision that overrides step ({type(precision).__name__}) does not offer; use 'O0' or 'O4'"
+        if not all(step.splits for step in parts.optimizer_steps):
+            return f"a precision with a step of its own ({type(precision).__name__}) does not offer; use 'O0' or 'O4'"
         if parts.settings.accumulates:
             return (
                 "accumulate_grad_batches > 1 does not offer: the step has several batches; give 1, and larger batches"
@@ -392,7 +390,7 @@ class Update:
         value is that of the last one.
         """
         optimizer = cast("Optimizer", self._optimizer)
-        plan = cast("UpdatePlan", self.plan)
+        step = cast("OptimizerStep", self.optimizer_step)
         torch.clear_autocast_cache()  # within a step it would keep half copies of the weights from before
         self.loss = None
         outputs = self._forward_backward(batch, batch_idx)
@@ -401,20 +399,20 @@ class Update:
         if loss is None:
             name = type(optimizer).__name__
             raise ConfigError(f"training_step returned None, but {name} needs the loss of every forward; return it")
-        gradients = plan.exchange()
+        gradients = step.exchange()
         if gradients is not IN_PLACE:
             write_gradients(optimizer, gradients)
         self._parts.metrics.muted = not self._last_call_counts
         for hook in self._hooks.before_step:
             hook(optimizer)
         if self._hooks.clipping is not None:
-            self._hooks.clipping(optimizer, plan.clip)
-        elif plan.clip is not None:
-            clip_gradients(optimizer, plan.clip)
+            self._hooks.clipping(optimizer, step.clip)
+        elif step.clip is not None:
+            clip_gradients(optimizer, step.clip)
         return outputs, loss
 
     def _check_optimizer(self) -> None:
-        """Raises if a hook has put another optimizer into ``trainer.optimizers``: it has no masters, and the plan is not for it."""
+        """Raises if a hook has put another optimizer into ``trainer.optimizers``: it has no masters and no step."""
         optimizers = self._parts.optimizers
         if self._optimizer is None or (optimizers and optimizers[0] is self._optimizer):
             return
@@ -440,9 +438,9 @@ class Update:
         else:
             self._next_look = (step // every + 1) * every if every else math.inf
 
-    def _launch_shown_update(self, plan: UpdatePlan, loss: Tensor | None, batch_idx: int) -> None:
+    def _launch_shown_update(self, step: OptimizerStep, loss: Tensor | None, batch_idx: int) -> None:
         """Launches an update before which hooks or overridden methods see the gradients: unscaled, in ``.grad``."""
-        optimizer = plan.optimizer
+        optimizer = step.optimizer
         hooks = self._hooks
         run: Callable[[], object] | None = None
 
@@ -450,17 +448,14 @@ class Update:
             for hook in hooks.before_step:
                 hook(optimizer)
             if hooks.clipping is None:
-                return plan.clip
-            hooks.clipping(optimizer, plan.clip)
+                return step.clip
+            hooks.clipping(optimizer, step.clip)
             return None
 
-        if self._closure is not None:
-            self._closure.loss = loss
-            run = self._closure.step
-            if hooks.step is not None:
-                step = partial(hooks.step, self._state.epoch, batch_idx, optimizer, self._closure)
-                run = partial(self._closure.during, step)
-        plan.run_shown(loss, look, run)
+        if self._closure is not None and hooks.step is not None:
+            users = partial(hooks.step, self._state.epoch, batch_idx, optimizer, self._closure)
+            run = partial(self._closure.during, users)
+        step.run_shown(loss, look, run)
 
     def _note_update(self) -> None:
         """Does the host's work after an update: counters, schedules, step statuses of earlier updates."""

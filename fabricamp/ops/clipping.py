@@ -1,4 +1,4 @@
-"""Gradient clipping by norm as a function, for hand-written loops; the Trainer clips in ``precision/update_plan.py``."""
+"""Gradient clipping by norm as a function, for hand-written loops; the Trainer clips in ``precision/optimizer_step.py``."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from fabricamp.ops import AdamRule, Rule
 from fabricamp.optimizers.base import FusedOptimizer
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim.optimizer import ParamsT
 
-    from fabricamp._utils.types import Closure, ParamGroup
+    from fabricamp._utils.types import ParamGroup
 
 
 class FusedAdam(FusedOptimizer):
@@ -64,22 +64,6 @@ class FusedAdam(FusedOptimizer):
         self.set_grad_none = set_grad_none
         self.master_weights = master_weights
         super().__init__(params, defaults)
-
-    def step(
-        self,
-        closure: Closure | None = None,
-        grads: Any = None,
-        output_params: Any = None,
-        scale: Any = None,
-        grad_norms: Any = None,
-    ) -> Any:
-        """Updates the parameters that have a gradient; returns what ``closure`` (forward and backward) returned."""
-        if not (grads is output_params is scale is grad_norms is None):
-            raise UnsupportedError(
-                "FusedAdam.step takes a closure only; grads, output_params, scale and grad_norms belonged to an old "
-                "FP16_Optimizer: scale the loss with a precision instead (precision='O1' or 'O2')"
-            )
-        return super().step(closure)
 
     def _rule(self, group: ParamGroup) -> AdamRule:
         beta1, beta2 = group["betas"]

@@ -5,6 +5,7 @@ from fabricamp.precision.float8 import Float8
 from fabricamp.precision.level import OptLevel
 from fabricamp.precision.loss_scaler import StepStatus
 from fabricamp.precision.named import precision_from, precision_name
+from fabricamp.precision.optimizer_step import OptimizerStep
 
 __all__ = [
     "PRECISIONS",
@@ -12,6 +13,7 @@ __all__ = [
     "Conversion",
     "Float8",
     "OptLevel",
+    "OptimizerStep",
     "Precision",
     "StepStatus",
     "precision_from",

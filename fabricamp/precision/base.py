@@ -10,8 +10,10 @@ from torch import Tensor
 
 from fabricamp._utils.keywords import NamesKeywords
 from fabricamp._utils.registry import Registry
-from fabricamp.gradients.flat import IN_PLACE, Gradients
-from fabricamp.precision.update_plan import Stages, StepPlan, UpdatePlan, is_own
+from fabricamp.errors import ConfigError
+from fabricamp.gradients.memory import GradientMemory
+from fabricamp.optimizers.refusals import owned_parameters
+from fabricamp.precision.optimizer_step import OptimizerStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabricamp._utils.types import AnyBatch, StateDict, Step
-    from fabricamp.gradients.memory import GradientMemory
     from fabricamp.precision.step_results import StepResults
     from fabricamp.strategies.base import Strategy
 
@@ -50,13 +51,31 @@ NOT_CONVERTED: Final = Conversion(lambda: None, lambda state: state)
 class Precision(NamesKeywords):
     """Full precision: the module's own dtypes, autograd's gradients, torch's own clipping.
 
-    A training step calls ``forward`` and ``backward`` per micro-batch, then ``step`` per optimizer.  If there are
-    :attr:`verdicts`, their ``launch_end`` and ``note_end`` follow.
+    A training step calls ``forward`` and ``backward`` per micro-batch, then the :class:`~fabricamp.precision.OptimizerStep` that
+    :meth:`step_of` has made for each optimizer.  If there are :attr:`verdicts`, their ``launch_end`` and ``note_end`` follow.
+
+    Raises:
+        ConfigError: for a subclass, or an object, that has a method by which earlier versions made the step.
+
+    Example:
+        >>> Precision().name
+        'O0'
     """
 
     name: str = "O0"
     verdicts: StepResults | None = None
     """The statuses of past steps (applied or skipped); None if every step is applied."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in _OLD_STEPS:
+            if hasattr(cls, name):
+                raise _nobody_calls(f"{cls.__name__}.{name}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _OLD_STEPS:
+            raise _nobody_calls(f"{name} of a {type(self).__name__}")
+        super().__setattr__(name, value)
 
     def check_strategy(self, strategy: Strategy) -> None:
         """Raises :class:`ConfigError` if this precision does not work with ``strategy``; called before processes start."""
@@ -81,25 +100,20 @@ class Precision(NamesKeywords):
         """
 
     def gradients(self, optimizer: Optimizer) -> GradientMemory:
-        """Returns the memory with this optimizer's gradients before :meth:`step`; a strategy exchanges it.
+        """Returns the memory with this optimizer's gradients before its step; a strategy exchanges it.
 
         Its parameters are the tensors with a ``.grad`` from backward, such as the half copies of masters.  If the memory has
         sums, call its ``add`` after every micro-batch.
         """
-        return self._stages(optimizer).gradients()
+        return GradientMemory(owned_parameters(optimizer))
 
-    def _stages(self, optimizer: Optimizer) -> Stages:
-        """Returns the stages of the update of ``optimizer``."""
-        return Stages(optimizer)
+    def step_of(self, optimizer: Optimizer, strategy: Strategy, clip: Clip | None) -> OptimizerStep:
+        """Returns the step of ``optimizer``; called once a fit, after :meth:`setup_optimizers`.
 
-    def plan(self, optimizer: Optimizer, strategy: Strategy, clip: Clip | None) -> UpdatePlan:
-        """Returns the update of ``optimizer`` in automatic optimization; called once a fit, after :meth:`setup_optimizers`.
-
-        In full precision without clipping, its ``run`` calls only ``optimizer.step`` if nothing is exchanged.
+        ``strategy`` exchanges the gradients, ``clip`` says how they are clipped; None: not at all, or as manual optimization asks
+        before each step.  Override it to return a step of your own.
         """
-        if clip is None and self.verdicts is None and is_own(self, "step", Precision):
-            return StepPlan(self, optimizer, strategy, None)
-        return UpdatePlan(self, optimizer, strategy, clip)
+        return OptimizerStep(self, optimizer, strategy, clip)
 
     def forward(self, step: Step, *args: Any) -> Any:
         """Runs the user's code: ``configure_model``, and the steps of training and evaluation."""
@@ -110,41 +124,6 @@ class Precision(NamesKeywords):
     ) -> None:
         """Runs ``run(loss, **options)`` on the scaled loss."""
         run(loss, **options)
-
-    def step(
-        self,
-        optimizer: Optimizer,
-        gradients: Gradients = IN_PLACE,
-        clip: Clip | None = None,
-        run: Callable[[], object] | None = None,
-        loss: Tensor | None = None,
-        look: Callable[[], Clip | None] | None = None,
-    ) -> None:
-        """Clips and updates, or skips; ``run`` replaces ``optimizer.step`` if the user overrides the call.
-
-        ``look`` is called first, with unscaled, averaged gradients in ``.grad`` of the updated tensors.  It may edit them, and the
-        update uses the edited gradients; it returns how to clip them.  ``loss``: given only if this call is the training step's
-        only optimizer step; ``verdicts.launch_end`` is called with the same loss right after.
-        """
-        stages = self._stages(optimizer)
-        if look is not None:
-            stages.show(gradients)
-            clip = look()
-            gradients = IN_PLACE
-        stages.step(gradients, clip, run, loss)
-
-    @property
-    def splits_steps(self) -> bool:
-        """Whether :meth:`prepare_step` and :meth:`step_prepared` do the same as :meth:`step`: not if a subclass overrides that."""
-        return is_own(self, "step", Precision)
-
-    def prepare_step(self, optimizer: Optimizer, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
-        """Writes the gradients into ``.grad`` that ``optimizer.step`` reads: the part of :meth:`step` that a graph captures."""
-        self._stages(optimizer).prepare(gradients, clip, loss)
-
-    def step_prepared(self, optimizer: Optimizer, run: Callable[[], object] | None = None) -> None:
-        """Steps the optimizer with these gradients, or skips: the rest of :meth:`step`."""
-        self._stages(optimizer).step_prepared(run)
 
     def notes(self) -> list[str]:
         """Returns lines for the summary of a fit, with the module converted."""
@@ -157,7 +136,7 @@ class Precision(NamesKeywords):
     def take_edits(self, *, look: bool = False) -> None:
         """Lets the masters take edits of the module's weights that version counters show, and the weights those of the masters.
 
-        :meth:`step` does so itself; called before anything else that reads masters, or replays a step.  ``look``: also compares the
+        A step does so itself; called before anything else that reads masters, or replays a step.  ``look``: also compares the
         values, and raises :class:`ConfigError` for edits that no counter shows, at once or in a later call: the host does not wait.
         """
 
@@ -186,6 +165,16 @@ class Precision(NamesKeywords):
 
     def load_state_dict(self, state: StateDict) -> None:
         """Restores the state that :meth:`state_dict` returned."""
+
+
+_OLD_STEPS: Final = ("step", "plan", "prepare_step", "step_prepared", "splits_steps")
+
+
+def _nobody_calls(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} is called by nobody: a precision makes its steps by step_of(optimizer, strategy, clip), which returns an "
+        "OptimizerStep (fabricamp.precision); override run, run_shown or exchange of a subclass of that"
+    )
 
 
 PRECISIONS: Registry[Precision] = Registry("precision", "precision")

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fabricamp.errors import ConfigError
-from fabricamp.gradients.flat import IN_PLACE, Gradients
 from fabricamp.ops.shards import device_of
 from fabricamp.ops.tensors import HALF_DTYPES
-from fabricamp.optimizers import FusedOptimizer
 from fabricamp.precision.autocast import Autocast, without_autocast
 from fabricamp.precision.base import Conversion, Precision
 from fabricamp.precision.boundary import Boundary, InsideStep, OutsideStep, is_outside_step
@@ -26,16 +24,17 @@ from fabricamp.precision.loss_scaler import LossScaler
 from fabricamp.precision.master_weights import MasterWeights
 from fabricamp.precision.mixed_dtypes import explained
 from fabricamp.precision.opt_levels import DEFAULT_CEILING, DEFAULT_WINDOW, resolve
+from fabricamp.precision.optimizer_step import OptimizerStep, ScaledStep, Scaling
 from fabricamp.precision.step_results import StepResults
-from fabricamp.precision.update_plan import FusedPlan, ScaledStages, Scaling, Stages, UpdatePlan, is_own
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from torch.optim import Optimizer
 
     from fabricamp._utils.types import AnyBatch, StateDict, Step
+    from fabricamp.gradients.memory import GradientMemory
     from fabricamp.precision.base import Clip
     from fabricamp.precision.opt_levels import Level
     from fabricamp.strategies.base import Strategy
@@ -63,7 +62,7 @@ class ConstantScale:
         loss = loss.float() if loss.dtype in HALF_DTYPES else loss
         return loss * self._factor
 
-    def follow(self, module: nn.Module, strategy: Strategy, stages: Sequence[ScaledStages], scaling: Scaling) -> None:
+    def follow(self, module: nn.Module, strategy: Strategy, scaling: Scaling) -> None:
         """Stores what is needed to name the parameters with non-finite gradients."""
 
     def leave(self) -> None:
@@ -89,10 +88,9 @@ class JudgedScale(ConstantScale):
         self.scaler = LossScaler.for_level(level, device, sticky=policy in ("stop", "raise"))
         self.verdicts = StepResults(self.scaler, policy, dynamic=level.dynamic)
 
-    def follow(self, module: nn.Module, strategy: Strategy, stages: Sequence[ScaledStages], scaling: Scaling) -> None:
+    def follow(self, module: nn.Module, strategy: Strategy, scaling: Scaling) -> None:
         """Stores what is needed to name the parameters with non-finite gradients."""
-        param_maps = [each.params for each in stages]
-        self.verdicts.follow(module, strategy, param_maps, scaling.stats_per_optimizer)
+        self.verdicts.follow(module, strategy, list(scaling.params_of.values()), scaling.stats_per_optimizer)
 
     def leave(self) -> None:
         """Drops module and optimizers after a run; the step statuses stay."""
@@ -185,8 +183,8 @@ class OptLevel(Precision):
         self.level = resolve(level, overrides)
         self.name = self.level.name
         self._has_trained = False
-        self._stages_of: dict[Optimizer, ScaledStages] | None = None
-        """The stages of each optimizer's update; None before :meth:`setup_optimizers`, and in full precision."""
+        self._shared: Scaling | None = None
+        """What the steps of all optimizers share; None before :meth:`setup_optimizers`, and in full precision."""
         self._scaling = ConstantScale(self.level)
         self._several_losses = self.level.dynamic and self.level.num_losses > 1
         # Weights and gradients equal those of a plain loop, so torch's own clipping and step are used.
@@ -197,7 +195,7 @@ class OptLevel(Precision):
         self._bounded: list[tuple[nn.Module, Boundary]] = []
         self._autocast: AbstractContextManager[None] = _NOTHING
         self._inside: AbstractContextManager[None] = _NOTHING
-        self._outside: tuple[AbstractContextManager[None], AbstractContextManager[None]] = (_NOTHING, _NOTHING)
+        self._outside: tuple[AbstractContextManager[None], AbstractContextManager[None]] | None = None
 
     def __getstate__(self) -> StateDict:
         """Returns the state without the scalers: their kernels hold memory addresses, so a copy makes scalers of its own."""
@@ -277,11 +275,10 @@ class OptLevel(Precision):
         self._inside = InsideStep()
 
     def _restore(self) -> None:
-        if self._stages_of is not None:
+        if self._shared is not None:
             self._has_trained = True
-            for stages in self._stages_of.values():
-                stages.release()
-            self._stages_of = None
+            self._shared.release()
+            self._shared = None
         self._scaling.leave()
         self._full.restore()
         for submodule, boundary in self._bounded:
@@ -289,7 +286,7 @@ class OptLevel(Precision):
         self._bounded.clear()
         self._autocast = _NOTHING
         self._inside = _NOTHING
-        self._outside = (_NOTHING, _NOTHING)
+        self._outside = None
 
     def convert_input(self, batch: AnyBatch) -> AnyBatch:
         """Casts the floating tensors of a batch to fp64 if the module is fp64; else returns the batch unchanged.
@@ -302,7 +299,7 @@ class OptLevel(Precision):
     def setup_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], strategy: Strategy, *, accumulates: bool = False
     ) -> None:
-        """Puts master weights into the optimizers' own ``param_groups``, and lays out the stages of their updates."""
+        """Puts master weights into the optimizers' own ``param_groups``."""
         if self._plain and self._nan_policy is None:
             super().setup_optimizers(module, optimizers, strategy, accumulates=accumulates)
             return
@@ -311,7 +308,7 @@ class OptLevel(Precision):
             self._scale_by(scale_for(self.level, self._device, self._nan_policy))
             self._has_trained = False
         masters = self._full if self.level.master_weights and not strategy.sharding.owns_master_weights else None
-        scaling = Scaling(
+        self._shared = Scaling(
             strategy=strategy,
             name=self.name,
             device=_CPU if strategy.offload else self._device,
@@ -321,44 +318,23 @@ class OptLevel(Precision):
             # Each loss has its own scale, so its gradients are unscaled before they are summed; half gradients are summed in fp32.
             sums=self._several_losses or (accumulates and masters is not None),
             plain=self._plain,
-            optimizers=len(optimizers),
+            optimizers=optimizers,
         )
-        stages = [ScaledStages(optimizer, number, scaling) for number, optimizer in enumerate(optimizers)]
-        if scaling.sums:
-            self._check_sums_have_one_owner(stages)
-        self._stages_of = dict(zip(optimizers, stages, strict=True))
-        self._scaling.follow(module, strategy, stages, scaling)
+        self._scaling.follow(module, strategy, self._shared)
 
-    def _check_sums_have_one_owner(self, stages: Sequence[ScaledStages]) -> None:
-        parameters = [id(parameter) for each in stages for parameter in each.params.model_params]
-        if len(set(parameters)) < len(parameters):
-            raise ConfigError(
-                f"two optimizers update the same parameter, whose fp32 sum of gradients (precision {self.name!r}) belongs to one; "
-                "give each parameter to one optimizer"
-            )
+    def gradients(self, optimizer: Optimizer) -> GradientMemory:
+        """Returns the memory with this optimizer's gradients before its step."""
+        if self._shared is None:
+            return super().gradients(optimizer)
+        params = self._shared.params(optimizer)
+        params.refresh()
+        return params.memory
 
-    def _stages(self, optimizer: Optimizer) -> Stages:
-        """Returns the stages of the update of ``optimizer``."""
-        if self._stages_of is None:
-            return super()._stages(optimizer)
-        stages = self._stages_of.get(optimizer)
-        if stages is None:
-            raise ConfigError(
-                f"this {type(optimizer).__name__} is not one that precision {self.name!r} was set up with; "
-                "step the optimizers that configure_optimizers returned"
-            )
-        return stages
-
-    def plan(self, optimizer: Optimizer, strategy: Strategy, clip: Clip | None) -> UpdatePlan:
-        """Returns what a fit runs in each step of ``optimizer``.
-
-        Each step calls a ``step`` or ``gradients`` that is overridden, or that was replaced before this call.
-        """
-        replaced = "step" in vars(self) or "gradients" in vars(self)
-        methods = type(self).step, type(self).gradients
-        if methods == _OWN_METHODS and not replaced and isinstance(optimizer, FusedOptimizer):
-            return FusedPlan(self._stages(optimizer), self, optimizer, strategy, clip)
-        return super().plan(optimizer, strategy, clip)
+    def step_of(self, optimizer: Optimizer, strategy: Strategy, clip: Clip | None) -> OptimizerStep:
+        """Returns the step of ``optimizer`` in this fit."""
+        if self._shared is None:
+            return OptimizerStep(self, optimizer, strategy, clip, outside=self._outside)
+        return ScaledStep(self, optimizer, strategy, clip, outside=self._outside, scaling=self._shared)
 
     # -- a step ------------------------------------------------------------------------------------------------------------------
 
@@ -388,54 +364,14 @@ class OptLevel(Precision):
         """Runs ``run(loss, **options)`` on the scaled loss, in fp32 or wider."""
         if self.level.loss_scale != 1.0:
             loss = self._scaling.scaled(loss, loss_id)
-        if is_outside_step(self._device.type):
+        if self._outside is None or is_outside_step(self._device.type):
             # Nearly every backward of automatic optimization: the two contexts would change nothing.
             run(loss, **options)
         else:
             with self._outside[0], self._outside[1]:
                 run(loss, **options)
-        if self._several_losses:
-            for stages in (self._stages_of or {}).values():
-                stages.collect(loss_id)
-
-    def step(
-        self,
-        optimizer: Optimizer,
-        gradients: Gradients = IN_PLACE,
-        clip: Clip | None = None,
-        run: Callable[[], object] | None = None,
-        loss: Tensor | None = None,
-        look: Callable[[], Clip | None] | None = None,
-    ) -> None:
-        """Unscales and clips the gradients, then updates or skips; then rounds the masters into the module."""
-        stages = self._stages(optimizer)
-        if look is not None:
-            stages.show(gradients)
-            clip = look()
-            gradients = IN_PLACE
-        elif run is None and isinstance(optimizer, FusedOptimizer):
-            # A fused step runs nothing that autocast or a boundary affects, so the two contexts below are not entered.
-            stages.step(gradients, clip, None, loss)
-            return
-        with self._outside[0], self._outside[1]:
-            stages.step(gradients, clip, run, loss)
-        if torch.is_autocast_enabled(self._device.type):
-            torch.clear_autocast_cache()  # manual optimization steps inside the user's step: cached half weights are outdated
-
-    @property
-    def splits_steps(self) -> bool:
-        """Whether :meth:`prepare_step` and :meth:`step_prepared` do the same as :meth:`step`: not if a subclass overrides that."""
-        return is_own(self, "step", OptLevel)
-
-    def prepare_step(self, optimizer: Optimizer, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
-        """Writes unscaled and clipped gradients into ``.grad`` of the updated parameters, outside of the step's autocast."""
-        with self._outside[0], self._outside[1]:
-            super().prepare_step(optimizer, gradients, clip, loss)
-
-    def step_prepared(self, optimizer: Optimizer, run: Callable[[], object] | None = None) -> None:
-        """Steps the optimizer with these gradients, or skips; then rounds the masters into the module."""
-        with self._outside[0], self._outside[1]:
-            super().step_prepared(optimizer, run)
+        if self._several_losses and self._shared is not None:
+            self._shared.collect(loss_id)
 
     def slowness(self, *, compiled: bool) -> str:
         """Returns a line if RMSNorms are slow: torch's fused operation needs weights of the dtype that autocast gives inputs."""
@@ -493,7 +429,3 @@ class OptLevel(Precision):
     def load_state_dict(self, state: StateDict) -> None:
         """Restores a :meth:`state_dict` of any level; the scale starts fresh if only one of the two is dynamic."""
         self._scaling.load_state_dict(state)
-
-
-_OWN_METHODS: Final = OptLevel.step, OptLevel.gradients
-"""The methods as defined here; a program may replace them, in the class too."""

@@ -66,10 +66,6 @@ class ParamGradMap:
         # Fused optimizers take dense gradients, and an exchange makes the sums dense.
         keeps_sparse = not exchanged and not isinstance(optimizer, FusedOptimizer)
         self.memory = GradientMemory((), sums=sums, keeps_sparse=keeps_sparse)
-        self.shown: list[Tensor | None] | None = None
-        """The masters' gradients as hooks got them; None if the next step shows them to no hook."""
-        self.shown_found_inf: Tensor | None = None
-        """The overflow flag of :attr:`shown`."""
         self.has_written_grads = False
         """Whether ``.grad`` of masters was written since the last :meth:`clear`."""
         self.stats_record: GradStatsRecord | None = None
@@ -126,8 +122,7 @@ class ParamGradMap:
         return self._values(gradients._replace(present=None)), flags_of(gradients.present)
 
     def gather(self, gradients: Gradients) -> list[Gradient]:
-        """Returns the accumulated gradients: those given, this process's sums, or each ``.grad``."""
-        self.refresh()
+        """Returns the accumulated gradients: those given, this process's sums, or each ``.grad``; call :meth:`refresh` before."""
         values = self._values(self._located(gradients))
         if self.is_complex:
             # Autograd may leave a conjugate view, which kernels would have to copy in each launch.
@@ -147,8 +142,8 @@ class ParamGradMap:
             return gradients
         if self._exchanged:
             raise ConfigError(
-                "the fp32 sums of an optimizer's gradients have to be exchanged before step: give it what "
-                "strategy.reduce_gradients(precision.gradients(optimizer)) returns"
+                "the fp32 sums of an optimizer's gradients have to be exchanged before its step: exchange() of an OptimizerStep "
+                "returns what strategy.reduce_gradients(precision.gradients(optimizer)) does"
             )
         return self.memory.local()
 
@@ -181,7 +176,6 @@ class ParamGradMap:
 
         ``sums`` False keeps the sums, so nothing is launched.
         """
-        self.shown = None
         if sums and self.sums:
             self.memory.clear()
         for model_param in self._cleared:

@@ -251,3 +251,10 @@ def test_schedulers_take_them(parameters):
     step(adam, parameters)
     schedule.step()
     assert adam.param_groups[0]["lr"] == 0.05
+
+
+@pytest.mark.parametrize("name", ["grads", "output_params", "scale", "grad_norms"])
+def test_arguments_of_an_old_fp16_optimizer_are_refused(name):
+    weight = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(RuntimeError, match="FusedAdam.step takes a closure only"):
+        optimizers.FusedAdam([weight]).step(**{name: [torch.ones(1)]})

@@ -59,6 +59,29 @@ def test_a_precision():
     assert all(one.dtype == torch.float32 and torch.equal(one, one.bfloat16().float()) for one in seen)
 
 
+@pytest.mark.parametrize("shows", [False, True])
+def test_a_precision_with_a_step_of_its_own(shows):
+    recipe("A precision")
+
+    class Signed(Classifier):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+        if shows:
+
+            def on_before_optimizer_step(self, optimizer):
+                assert any(parameter.grad.abs().max() not in (0, 1) for parameter in self.parameters())
+
+    torch.manual_seed(0)
+    module = Signed()
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    steps = fit(module, precision="signs").global_step
+    for one, other in zip(before, module.parameters(), strict=True):
+        halves = (other.detach() - one) / 0.5
+        torch.testing.assert_close(halves, halves.round(), atol=1e-5, rtol=0)
+        assert halves.abs().max() <= steps
+
+
 def test_a_logger(tmp_path):
     logger = recipe("A logger")["JsonLines"](tmp_path / "log")
     fit(Classifier(), logger=logger)

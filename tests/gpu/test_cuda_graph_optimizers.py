@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabricamp import Callback, ConfigError, CudaGraph, OptLevel, TrainingModule
+from fabricamp.precision import OptimizerStep
 from tests.inside import captured_steps, graph_update
 from tests.small import quiet_trainer
 
@@ -168,14 +169,19 @@ def test_steps_with_onecycle_have_the_bits_of_eager_ones(level, name):
     assert (eager[0].skipped_steps > 0) == spikes
 
 
-class OwnStep(OptLevel):
-    def step(self, *arguments, **options):
-        super().step(*arguments, **options)
+class OwnStep(OptimizerStep):
+    def run(self, loss):
+        super().run(loss)
+
+
+class OfOwnSteps(OptLevel):
+    def step_of(self, optimizer, strategy, clip):
+        return OwnStep(self, optimizer, strategy, clip)
 
 
 def test_betas_that_change_in_each_step_are_refused_under_a_precision_with_a_step_of_its_own():
-    with pytest.raises(ConfigError, match="changes in each step, and OwnStep overrides step"):
-        trained(maker("AdamW tensor"), CudaGraph(), OwnStep("O0"))
+    with pytest.raises(ConfigError, match="changes in each step, and OfOwnSteps has a step of its own"):
+        trained(maker("AdamW tensor"), CudaGraph(), OfOwnSteps("O0"))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -18,7 +18,7 @@ from fabricamp.state import NON_FINITE
 from fabricamp.strategies.base import Strategy
 from tests.inside import captured_groups, graph_update
 from tests.small import Classifier, loader
-from tests.windows import end_step
+from tests.windows import end_step, make_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -56,8 +56,8 @@ class Run:
         loss = self.backward()
         if bad is not None:
             dict(self.module.named_parameters())[bad].grad.view(-1)[-1].fill_(float("inf"))
-        self.precision.step(self.optimizer, clip=Clip(1.0), loss=loss)
-        self.told.append(end_step(self.precision, loss))
+        make_step(self.precision, self.optimizer, clip=Clip(1.0), loss=loss)
+        self.told.append(end_step(self.precision))
 
     def state(self):
         updated = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -114,8 +114,8 @@ def test_no_copy_goes_to_the_host(level):
     loss = run.backward()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        run.precision.step(run.optimizer, clip=Clip(1.0), loss=loss)
-        verdict = end_step(run.precision, loss)
+        make_step(run.precision, run.optimizer, clip=Clip(1.0), loss=loss)
+        verdict = end_step(run.precision)
         torch.cuda.synchronize()
     names = [event.key for event in profiler.key_averages()]
     assert not [name for name in names if "DtoH" in name]
@@ -152,20 +152,20 @@ def test_a_captured_update_replays_with_another_lr(level):
 
     def update(run):
         give(run)
-        run.precision.step(run.optimizer, clip=Clip(0.5), loss=run.loss)
+        make_step(run.precision, run.optimizer, clip=Clip(0.5), loss=run.loss)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         update(captured)
-        end_step(captured.precision, captured.loss)
+        end_step(captured.precision)
         graph = torch.cuda.CUDAGraph()
         stream.synchronize()
         with torch.cuda.graph(graph, stream=stream):
             update(captured)
     torch.cuda.synchronize()
     update(eager)
-    end_step(eager.precision, eager.loss)
+    end_step(eager.precision)
     for step, lr in enumerate((0.01, 0.002, 0.03, 0.01, 0.005)):
         for run in runs:
             run.optimizer.param_groups[0]["lr"] = lr
@@ -178,11 +178,11 @@ def test_a_captured_update_replays_with_another_lr(level):
                     gradient.copy_(torch.full_like(gradient, 0.01))
         give(captured)
         captured.optimizer.gather(
-            captured.gradients, captured.precision._stages(captured.optimizer).params.copies
+            captured.gradients, captured.precision._shared.params_of[captured.optimizer].copies
         )  # uploads the lr
         graph.replay()
         update(eager)
-        end_step(eager.precision, eager.loss)
+        end_step(eager.precision)
     torch.cuda.synchronize()
     for run in runs:
         run.optimizer.zero_grad()

@@ -48,6 +48,7 @@ from fabricamp.gradients.memory import GradientMemory
 from fabricamp.metrics import Metrics
 from fabricamp.metrics.replay import MetricStates
 from fabricamp.optimizers import LARC, FusedAdam, FusedSGD
+from fabricamp.precision import OptimizerStep
 from fabricamp.state import RunState, Scope
 from fabricamp.strategies import DDP, FSDP, DelayedDDP, Environment
 from fabricamp.strategies.base import Strategy
@@ -135,6 +136,7 @@ class Parts:
         self.strategy.device = torch.device("cuda")
         self.precision = precision or OptLevel("O0")
         self.optimizers = [optimizer(self.module.parameters())]
+        self.optimizer_steps = [self.precision.step_of(self.optimizers[0], self.strategy, None)]
         self.schedulers = list(schedulers)
         settings = SimpleNamespace(most_accumulated=accumulate, detect_anomaly=detect_anomaly, cuda_graph=CudaGraph())
         self.settings = settings
@@ -149,9 +151,14 @@ class Middle(Callback):
         """Looks."""
 
 
-class OwnStep(OptLevel):
-    def step(self, optimizer, *args, **options):
-        super().step(optimizer, *args, **options)
+class OwnStep(OptimizerStep):
+    def run(self, loss):
+        super().run(loss)
+
+
+class OfOwnSteps(OptLevel):
+    def step_of(self, optimizer, strategy, clip):
+        return OwnStep(self, optimizer, strategy, clip)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +167,8 @@ class OwnStep(OptLevel):
         (FusedAdam, {}, ""),
         (lambda parameters: LARC(FusedSGD(parameters, lr=0.1)), {}, ""),
         (torch.optim.AdamW, {"schedulers": [1]}, ""),
-        (torch.optim.AdamW, {"precision": OwnStep("O2")}, "OwnStep overrides step, so AdamW cannot step by itself"),
-        (FusedAdam, {"precision": OwnStep("O2")}, ""),
+        (torch.optim.AdamW, {"precision": OfOwnSteps("O2")}, "OfOwnSteps has a step of its own, so AdamW cannot"),
+        (FusedAdam, {"precision": OfOwnSteps("O2")}, ""),
         (torch.optim.LBFGS, {}, "LBFGS runs the forward itself"),
         (FusedAdam, {"callbacks": [Middle()]}, "on_before_optimizer_step runs in the middle"),
         (FusedAdam, {"accumulate": 2}, ""),
@@ -192,7 +199,7 @@ def skipping(level="O2"):
     """Returns a precision that may skip steps."""
     precision = OptLevel(level)
     precision.take_nan_policy("skip")
-    precision.verdicts = precision.verdicts or object()
+    precision.verdicts = precision.verdicts or SimpleNamespace(launch_end=lambda loss: None)
     return precision
 
 
@@ -786,7 +793,9 @@ def test_an_optimizer_goes_outside_of_the_graph_once_it_has_step_hooks():
     said = []
     update = GraphUpdate.__new__(GraphUpdate)
     update._optimizer = optimizer
-    update._parts = SimpleNamespace(precision=OptLevel("O0"), optimizers=[optimizer], schedulers=[])
+    own = OfOwnSteps("O0")
+    (plain, overridden) = (each.step_of(optimizer, Strategy(), None) for each in (OptLevel("O0"), own))
+    update._parts = SimpleNamespace(precision=own, optimizers=[optimizer], optimizer_steps=[plain], schedulers=[])
     update._options = CudaGraph()
     update._session = SimpleNamespace(run_summary=SimpleNamespace(say_of_graph=said.append))
     update.steps_outside = False
@@ -794,11 +803,13 @@ def test_an_optimizer_goes_outside_of_the_graph_once_it_has_step_hooks():
     update._look_where_to_step()
     assert not update.steps_outside
     optimizer.register_step_post_hook(lambda *_: None)
-    update._parts.precision = OwnStep("O0")
-    with pytest.raises(ConfigError, match="OwnStep overrides step, so SGD cannot step by itself after a replay"):
+    update._parts.optimizer_steps = [overridden]
+    with pytest.raises(
+        ConfigError, match="OfOwnSteps has a step of its own, so SGD cannot step by itself after a replay"
+    ):
         update._look_where_to_step()
     assert not update.steps_outside
-    update._parts.precision = OptLevel("O0")
+    update._parts.optimizer_steps = [plain]
     update._look_where_to_step()
     assert update.steps_outside
     assert "its step hooks run on the host" in said[0]

@@ -357,11 +357,6 @@ def test_a_module_in_place_of_its_parameters():
     FusedAdam(nn.ParameterList([nn.Parameter(torch.ones(1))]))
 
 
-def test_the_old_arguments_of_step_are_refused():
-    with pytest.raises(RuntimeError, match="closure only"):
-        FusedAdam([nn.Parameter(torch.ones(1))]).step(grads=[torch.ones(1)])
-
-
 @pytest.mark.parametrize("overflow", [False, True])
 def test_torchs_grad_scaler(kernel_device, overflow):
     (mine, optimizer), (twin, reference) = pair(

@@ -12,7 +12,7 @@ from fabricamp.optimizers import FusedAdam
 from fabricamp.precision import Clip, OptLevel
 from fabricamp.strategies.base import Strategy
 from tests.cuda_on_cpu.compiler import references
-from tests.windows import add_up, end_step
+from tests.windows import add_up, end_step, make_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -111,7 +111,7 @@ def window(module, precision, optimizer, x, accumulate=1):
         loss = precision.forward(lambda: F.mse_loss(module(precision.convert_input(x)).float(), x))
         precision.backward(loss)
         add_up(precision, optimizer)
-    precision.step(optimizer, clip=Clip(1.0))
+    make_step(precision, optimizer, clip=Clip(1.0))
     end_step(precision, loss.detach())
     optimizer.zero_grad()
 
@@ -133,7 +133,7 @@ def test_an_update_neither_allocates_nor_waits(level, accumulate):
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         torch.cuda.set_sync_debug_mode("error")
         try:
-            precision.step(optimizer, clip=Clip(1.0))
+            make_step(precision, optimizer, clip=Clip(1.0))
             end_step(precision, loss)
         finally:
             torch.cuda.set_sync_debug_mode("default")

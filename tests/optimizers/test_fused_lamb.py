@@ -18,7 +18,7 @@ from fabricamp.strategies.base import Strategy
 from tests.cuda_on_cpu.compiler import in_pairs
 from tests.optimizers.checks import check_closures_copies_and_pickles
 from tests.optimizers.nets import Plain, assert_same, average, gradients, net
-from tests.windows import end_step
+from tests.windows import end_step, make_step
 
 
 class PlainLamb(Plain):
@@ -215,7 +215,7 @@ def test_a_precision_steers_it(kernel_device, level):
                 lambda m=module, x=x, y=y, c=precision: F.cross_entropy(m(c.convert_input(x)).float(), y)
             )
             precision.backward(loss)
-            precision.step(optimizer, clip=Clip(0.5))
+            make_step(precision, optimizer, clip=Clip(0.5))
             end_step(precision, loss.detach())
             optimizer.zero_grad()
         runs.append([p for group in optimizer.param_groups for p in group["params"]])

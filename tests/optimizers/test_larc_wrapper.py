@@ -20,7 +20,7 @@ from fabricamp.strategies.base import Strategy
 from tests.cuda_on_cpu.compiler import in_pairs, references
 from tests.optimizers.checks import check_closures_copies_and_pickles
 from tests.optimizers.twins import assert_same, captured, gradients, large, net
-from tests.windows import end_step
+from tests.windows import end_step, make_step
 
 INNER = {
     "torch SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -236,7 +236,7 @@ def test_a_precision_steps_it(kernel_device, inner, level):
                 continue
             loss = precision.forward(lambda: module(precision.convert_input(x)).float().square().mean())
             precision.backward(loss)
-            precision.step(optimizer, clip=Clip(1.0))
+            make_step(precision, optimizer, clip=Clip(1.0))
             end_step(precision, loss.detach())
     conversion.undo()
     assert_same(module, twin, {"O0": 1e-5, "O1": 1e-3, "O2": 1e-3, "O4": 1e-2, "O5": 1e-2}[level])

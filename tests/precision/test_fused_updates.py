@@ -14,7 +14,7 @@ from fabricamp.precision import Clip, OptLevel
 from fabricamp.strategies.base import Strategy
 from tests.cuda_on_cpu.compiler import kernel_device
 from tests.pairs import pairs
-from tests.windows import add_up, end_step
+from tests.windows import add_up, end_step, make_step
 
 __all__ = ["kernel_device"]
 
@@ -73,7 +73,7 @@ def test_the_same_weights_as_with_torchs_adamw(kernel_device, level, clip, accum
         for module, (precision, optimizer) in ((mine, ours), (twin, theirs)):
             optimizer.zero_grad()
             loss = backward(module, precision, optimizer, kernel_device, index, accumulate, bad=bad)
-            precision.step(optimizer, clip=CLIPS[clip])
+            make_step(precision, optimizer, clip=CLIPS[clip])
             verdict = end_step(precision, loss)
             skipped.append(verdict and verdict.skipped_steps)
         # Copies the weights, so that the next gradients are computed from equal weights.
@@ -92,7 +92,7 @@ def test_pure_half_has_the_update_of_fp32_state(kernel_device):
     before = [p.detach().float() for p in module.parameters()]
     backward(module, precision, optimizer, kernel_device, 0)
     gradients = [None if p.grad is None else p.grad.float() for p in module.parameters()]
-    precision.step(optimizer, clip=Clip(1e-3, "value"))
+    make_step(precision, optimizer, clip=Clip(1e-3, "value"))
     for old, gradient, p in zip(before, gradients, module.parameters(), strict=True):
         if gradient is None:
             assert torch.equal(p, old.half())
@@ -107,14 +107,14 @@ def test_half_weights_are_the_rounded_masters_and_grad_is_left_alone(kernel_devi
         module, precision, optimizer = start(kernel_device, level, fused=True)
         backward(module, precision, optimizer, kernel_device, 0)
         assert module.last.weight.grad is not None
-        precision.step(optimizer, clip=Clip(0.1))
+        make_step(precision, optimizer, clip=Clip(0.1))
         for holder, master in zip(precision.gradients(optimizer).parameters, updated(optimizer), strict=True):
             assert torch.equal(holder, master.to(holder.dtype))
             assert master.grad is None or master is holder
     module, precision, optimizer = start(kernel_device, "O1", fused=True)
     backward(module, precision, optimizer, kernel_device, 0)
     before = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
-    precision.step(optimizer, clip=Clip(0.1))
+    make_step(precision, optimizer, clip=Clip(0.1))
     for old, p in zip(before, module.parameters(), strict=True):
         assert (old is None and p.grad is None) or torch.equal(old, p.grad)
 
@@ -149,7 +149,7 @@ def test_an_update_is_three_launches(kernel_device, monkeypatch, level, clip, ex
         optimizer.zero_grad()
         backward(module, precision, optimizer, kernel_device, index)
         launched.clear()
-        precision.step(optimizer, clip=CLIPS[clip])
+        make_step(precision, optimizer, clip=CLIPS[clip])
         assert launched == expected
     bridge.kernel.cache_clear()
 
@@ -165,7 +165,7 @@ def test_gradients_from_elsewhere_with_their_divisor_and_flags(kernel_device, le
         present = torch.tensor([float(index != 1) for index in range(len(holders))], device=kernel_device)
         for _ in range(3):
             twice = [value.clone() * 4 for value in values]
-            precision.step(optimizer, Gradients(tensors=twice, divisor=4.0, present=present), clip=Clip(1.0))
+            make_step(precision, optimizer, Gradients(tensors=twice, divisor=4.0, present=present), clip=Clip(1.0))
             if level == "O0":
                 optimizer.zero_grad()
         results.append([p.detach().clone() for p in updated(optimizer)])
@@ -188,7 +188,7 @@ def test_hooks_that_look_see_unscaled_gradients(kernel_device, level):
                 module.last.weight.grad.mul_(0.5)
                 return Clip(0.5)
 
-            precision.step(optimizer, look=look)
+            make_step(precision, optimizer, look=look)
             end_step(precision, None)
         torch.testing.assert_close(*seen, rtol=5e-2, atol=5e-3)
         for one, other in zip(updated(ours[1]), updated(theirs[1]), strict=True):
@@ -200,6 +200,6 @@ def test_nothing_is_skipped_without_a_dynamic_scale(kernel_device, level):
     options = {"loss_scale": 128.0} if level == "O2" else {}
     module, precision, optimizer = start(kernel_device, level, fused=True, **options)
     backward(module, precision, optimizer, kernel_device, 0, bad=True)
-    precision.step(optimizer, clip=Clip(1.0))
+    make_step(precision, optimizer, clip=Clip(1.0))
     assert module.last.weight.isnan().any()
     assert precision.verdicts is None

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fabricamp.optimizers import FusedAdam
 from fabricamp.precision import Clip, OptLevel
 from fabricamp.strategies.base import Strategy
-from tests.precision.test_update_plan import OPTIMIZERS, batches, start, task, window
+from tests.precision.test_optimizer_step import OPTIMIZERS, batches, start, task, window
 from tests.windows import add_up
 
 
@@ -33,10 +33,10 @@ def in_halves(precision, module, optimizer, micro_batches, launched):
         precision.backward(loss / len(micro_batches))
         add_up(precision, optimizer)
     loss = loss.detach()
-    plan = precision.plan(optimizer, Strategy(), Clip(0.05))
-    plan.run(loss)
+    step = precision.step_of(optimizer, Strategy(), Clip(0.05))
+    step.run(loss)
     with torch.no_grad(), launched:
-        plan.after()
+        step.after()
         return precision.verdicts.note_end()
 
 

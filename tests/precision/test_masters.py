@@ -15,6 +15,7 @@ from fabricamp.precision.master_weights import module_parameter
 from fabricamp.strategies import Sharding
 from fabricamp.strategies.base import Strategy
 from tests.cuda_on_cpu.compiler import kernel_device
+from tests.windows import make_step
 
 __all__ = ["kernel_device"]
 
@@ -46,7 +47,7 @@ def prepared(level="O2", make=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
 def update(net, precision, optimizer, seed=1):
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
     precision.backward(precision.forward(lambda: net(x).square().mean()))
-    precision.step(optimizer)
+    make_step(precision, optimizer)
     optimizer.zero_grad()
 
 
@@ -240,7 +241,7 @@ def test_masters_that_are_edited_between_backward_and_step_keep_their_bits(kerne
                 if both:
                     half[0, 0] = 0.25
                 master.fill_(0.1)  # no number of the half dtypes
-        precision.step(optimizer)
+        make_step(precision, optimizer)
         optimizer.zero_grad()
         precision.forward(lambda: None)
         for half, master in zip(net.parameters(), masters(optimizer), strict=True):
@@ -286,7 +287,7 @@ def test_only_edits_are_taken_and_not_what_updates_write(kernel_device, monkeypa
         x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)).to(kernel_device)
         precision.backward(precision.forward(lambda: net[2](net[1](net[0](x))).square().mean()))
         for optimizer in optimizers:
-            precision.step(optimizer)
+            make_step(precision, optimizer)
             optimizer.zero_grad()
 
     for seed in range(3):
@@ -375,5 +376,5 @@ def test_double_is_double_everywhere():
     precision.setup_optimizers(net, [optimizer], Strategy())
     loss = precision.forward(lambda: net(batch["x"]).mean())
     precision.backward(loss)
-    precision.step(optimizer)
+    make_step(precision, optimizer)
     assert loss.dtype is net.weight.dtype is net.weight.grad.dtype is torch.float64

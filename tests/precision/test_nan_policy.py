@@ -17,7 +17,7 @@ from fabricamp.precision.loss_scaler import LAG, PATIENCE, SLOTS, LossScaler
 from fabricamp.strategies.base import Strategy
 from tests.cuda_on_cpu.compiler import kernel_device
 from tests.pairs import pairs
-from tests.windows import add_up, end_step
+from tests.windows import add_up, end_step, make_step
 
 __all__ = ["kernel_device"]
 
@@ -77,10 +77,10 @@ class Run:
                 gradient[-1] = float("nan")
             add_up(self.precision, *self.optimizers)
         if look:
-            self.precision.step(optimizer, look=lambda: clip)
+            make_step(self.precision, optimizer, look=lambda: clip)
         else:
-            self.precision.step(optimizer, clip=clip, **({"loss": loss} if merged else {}))
-        self.told.append(end_step(self.precision, loss))
+            make_step(self.precision, optimizer, clip=clip, loss=loss if merged else None)
+        self.told.append(end_step(self.precision, None if merged and not look else loss))
         self.windows += 1
 
     def state(self):
@@ -165,8 +165,8 @@ def test_more_than_five_parameters_are_counted(kernel_device, optimizer):
     precision.setup_optimizers(module, [fitted], Strategy())
     loss = module(torch.ones(1, 2, device=kernel_device)).sum() * float("nan")
     precision.backward(loss)
-    precision.step(fitted, loss=loss)
-    end_step(precision, loss)
+    make_step(precision, fitted, loss=loss)
+    end_step(precision)
     named = "0.weight, 0.bias, 1.weight, 1.bias, 2.weight and 3 more"
     assert f"of {named} were not finite at step 0 (loss nan, loss scale 1)" in precision.verdicts.explain(1)
 
@@ -199,8 +199,8 @@ def test_names_follow_gradients_that_come_and_go(kernel_device):
             precision.backward(loss)
             if window == 3:
                 head.bias.grad[-1] = float("inf")
-            precision.step(optimizer, loss=loss)
-            end_step(precision, loss)
+            make_step(precision, optimizer, loss=loss)
+            end_step(precision)
         assert [one.ends_run for one in precision.verdicts.drain()] == [True, True]
         assert precision.verdicts.explain(5).startswith("the gradients of right.bias were not finite at step 3")
 
@@ -224,7 +224,7 @@ def test_several_optimizers_stop_together_and_have_numbers_of_their_own(kernel_d
         if window == 1:
             module.last.bias.grad[0] = float("inf")
         for optimizer in reversed(optimizers):  # the bad one is first
-            precision.step(optimizer)
+            make_step(precision, optimizer)
         end_step(precision, loss.detach())
         weights.append([p.detach().clone() for p in module.parameters()])
     assert same(weights[1], weights[0])
@@ -367,8 +367,8 @@ def test_sparse_gradients_are_looked_at_and_named(kernel_device):
         index = torch.tensor([1, 1, 7], device=kernel_device)
         loss = precision.forward(lambda: module["a"](index).sum() + (module["b"](index) * float("inf")).sum())
         precision.backward(loss)
-        precision.step(optimizer, loss=loss)
-        end_step(precision, loss)
+        make_step(precision, optimizer, loss=loss)
+        end_step(precision)
         assert same(before, [p.detach() for p in module.parameters()])
         assert "of b.weight were not finite at step 0 (loss" in precision.verdicts.explain(1)
 
@@ -387,8 +387,8 @@ def test_complex_gradients_are_looked_at_and_named(kernel_device, level):
     bad[-1] = float("inf")
     loss = precision.forward(lambda: module["a"].real.sum() + (module["b"].imag * bad).sum() + module["c"].real.sum())
     precision.backward(loss)
-    precision.step(optimizer, loss=loss)
-    end_step(precision, loss)
+    make_step(precision, optimizer, loss=loss)
+    end_step(precision)
     assert same(before, [p.detach() for p in module.parameters()])
     assert "of b were not finite at step 0 (loss" in precision.verdicts.explain(1)
 

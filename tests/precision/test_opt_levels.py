@@ -10,7 +10,7 @@ from torch import nn
 
 from fabricamp.errors import ConfigError
 from fabricamp.precision import PRECISIONS, OptLevel, Precision, precision_from
-from tests.windows import end_step
+from tests.windows import end_step, make_step
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_small_net_learns(level):
         optimizer.zero_grad()
         loss = precision.forward(lambda: nn.functional.cross_entropy(net(precision.convert_input(x)), y))
         precision.backward(loss)
-        precision.step(optimizer)
+        make_step(precision, optimizer)
         end_step(precision, loss)
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 2
@@ -170,9 +170,8 @@ def test_a_small_net_learns(level):
 def test_the_face_of_a_precision_is_small():
     """A name is added here on purpose: each is one more that a plug-in has to know."""
     of_a_module = {"convert_module", "convert_input", "forward", "notes", "slowness"}
-    of_an_update = {"setup_optimizers", "gradients", "plan", "backward", "step"}
+    of_an_update = {"setup_optimizers", "gradients", "backward", "step_of"}
     of_edits = {"fp32_values", "note_restored_weights", "refresh_masters", "take_edits"}
-    of_an_update_outside_of_a_graph = {"splits_steps", "prepare_step", "step_prepared"}
     of_a_run = {"name", "check_strategy", "state_dict", "load_state_dict", "verdicts"}
     face = {name for name in dir(Precision) if not name.startswith("_")}
-    assert face == of_a_module | of_an_update | of_edits | of_an_update_outside_of_a_graph | of_a_run
+    assert face == of_a_module | of_an_update | of_edits | of_a_run

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from fabricamp import OptLevel
 from fabricamp.checkpoint import read_checkpoint
-from fabricamp.gradients.flat import IN_PLACE
 from fabricamp.optimizers import FusedAdam
-from fabricamp.precision import Clip, Conversion, Precision, StepStatus
+from fabricamp.precision import Clip, Conversion, OptimizerStep, Precision, StepStatus
 from tests.own_parts import BATCHES, Saves, WithOptimizer, assert_same_weights, fit, moved, only
 from tests.small import Classifier
 
@@ -60,12 +59,9 @@ class StaticScale(Precision):
         self.calls.append(("backward", loss_id, sorted(options)))
         super().backward(loss * self.scale, loss_id, run, **options)
 
-    def step(self, optimizer, gradients=IN_PLACE, clip=None, run=None, loss=None, look=None):
-        given = (run is not None, loss is not None, look is not None)
-        self.calls.append(("step", clip, *given))
-        self.steps += 1
-        gradients = gradients._replace(divisor=gradients.divisor * self.scale)
-        super().step(optimizer, gradients, clip, run, loss, look)
+    def step_of(self, optimizer, strategy, clip):
+        self.calls.append(("step_of", type(optimizer).__name__, clip))
+        return UnscaledStep(self, optimizer, strategy, clip)
 
     def refresh_masters(self):
         self.calls.append(("refresh_masters",))
@@ -79,6 +75,32 @@ class StaticScale(Precision):
         self.calls.append(("load_state_dict", state["steps"]))
         super().load_state_dict(state)
         self.steps = state["steps"]
+
+
+class UnscaledStep(OptimizerStep):
+    """Divides the gradients by the scale of a :class:`StaticScale`, and notes each step."""
+
+    def __init__(self, precision, optimizer, strategy, clip):
+        super().__init__(precision, optimizer, strategy, clip)
+        self.exchanges = True
+        self.precision = precision
+
+    def exchange(self):
+        self.precision.steps += 1
+        gradients = super().exchange()
+        return gradients._replace(divisor=gradients.divisor * self.precision.scale)
+
+    def run(self, loss):
+        self.precision.calls.append(("run", self.clip, loss is not None))
+        super().run(loss)
+
+    def run_shown(self, loss, look, run=None):
+        self.precision.calls.append(("run_shown", loss is not None, run is not None))
+        super().run_shown(loss, look, run)
+
+    def after(self):
+        self.precision.calls.append(("after",))
+        super().after()
 
 
 class HostVerdicts:
@@ -122,8 +144,41 @@ class HostVerdicts:
         return f"step {global_step}"
 
 
-class HostPrecision(Precision):
+class HostStep(OptimizerStep):
     """Makes the whole step itself, on the host: looks, clips, updates, or skips."""
+
+    def __init__(self, precision, optimizer, strategy, clip):
+        super().__init__(precision, optimizer, strategy, clip)
+        self.precision = precision
+
+    def run(self, loss):
+        self.run_shown(loss, lambda: self.clip)
+
+    def run_shown(self, loss, look, run=None):
+        self.precision.calls.append(("step", run is not None))
+        gradients = self.exchange()
+        parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
+        if gradients.tensors is not None:
+            for parameter, value in zip(parameters, gradients.values(), strict=True):
+                parameter.grad = value
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(gradients.divisor)
+        clip = look()
+        found = [one.grad for one in parameters if one.grad is not None]
+        self.precision.verdicts.applied = all(bool(one.isfinite().all()) for one in found)
+        if self.precision.verdicts.applied:
+            if clip is not None and clip.algorithm == "norm":
+                torch.nn.utils.clip_grad_norm_(parameters, clip.value)
+            elif clip is not None:
+                torch.nn.utils.clip_grad_value_(parameters, clip.value)
+            (run or self.call or self.optimizer.step)()
+        if loss is not None:
+            self.precision.verdicts.launch_end(loss)
+
+
+class HostPrecision(Precision):
+    """Makes its steps on the host, where an overflow is known at once."""
 
     name = "host"
 
@@ -131,27 +186,8 @@ class HostPrecision(Precision):
         self.verdicts = HostVerdicts()
         self.calls = []
 
-    def step(self, optimizer, gradients=IN_PLACE, clip=None, run=None, loss=None, look=None):
-        assert clip is None or isinstance(clip, Clip)
-        self.calls.append(("step", clip, run is not None, look is not None))
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        if gradients.tensors is not None:
-            for parameter, value in zip(parameters, gradients.values(), strict=True):
-                parameter.grad = value
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.div_(gradients.divisor)
-        if look is not None:
-            clip = look()
-        found = [one.grad for one in parameters if one.grad is not None]
-        if not all(one.isfinite().all() for one in found):
-            self.verdicts.applied = False
-            return
-        if clip is not None and clip.algorithm == "norm":
-            torch.nn.utils.clip_grad_norm_(parameters, clip.value)
-        elif clip is not None:
-            torch.nn.utils.clip_grad_value_(parameters, clip.value)
-        (run or optimizer.step)()
+    def step_of(self, optimizer, strategy, clip):
+        return HostStep(self, optimizer, strategy, clip)
 
     def state_dict(self):
         return {"applied": self.verdicts.applied_steps, "skipped": self.verdicts.skipped_steps}
@@ -187,9 +223,9 @@ class LoggedLevel(OptLevel):
         self.calls.append(("backward", loss_id))
         super().backward(loss, loss_id, run, **options)
 
-    def step(self, optimizer, gradients=IN_PLACE, clip=None, run=None, loss=None, look=None):
-        self.calls.append(("step", clip, run is not None, look is not None))
-        super().step(optimizer, gradients, clip, run, loss, look)
+    def step_of(self, optimizer, strategy, clip):
+        self.calls.append(("step_of", clip))
+        return super().step_of(optimizer, strategy, clip)
 
     def state_dict(self):
         self.calls.append(("state_dict",))
@@ -202,14 +238,9 @@ class LoggedLevel(OptLevel):
         super().load_state_dict(state)
 
 
-PRECISION = ("forward", "backward", "step")
-
-
-def step_of(*step):
-    micro_batch = [("forward", 2), ("backward", 0, [])]
-    return [*micro_batch, *micro_batch, ("step", CLIP, *step)]
-
-
+PRECISION = ("forward", "backward", "run", "run_shown", "after")
+MICRO_BATCH = [("forward", 2), ("backward", 0, [])]
+STEP = [*MICRO_BATCH, *MICRO_BATCH, ("run", CLIP, True), ("after",)]
 DROPPED = [("forward", 2), ("backward", 0, [])]
 VALIDATION = [("forward", 2)] * 2
 
@@ -219,14 +250,17 @@ def test_a_precision_sees_every_call_of_a_fit(make, tmp_path):
     make = make or (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
     precision, saves = StaticScale(), Saves(tmp_path / "mid.ckpt", 7)
     _, module = fit(WithOptimizer(make), saves, precision=precision)
-    epoch = [*step_of(False, True, False) * 2, *DROPPED, *VALIDATION]
+    epoch = [*STEP * 2, *DROPPED, *VALIDATION]
     assert only(precision.calls, *PRECISION) == [
         ("forward", 0),
         *epoch * 2,
     ]  # configure_model comes through forward too
-    assert only(precision.calls, "convert_module", "setup_optimizers", "state_dict", "full_state", "undo") == [
+    assert only(
+        precision.calls, "convert_module", "setup_optimizers", "step_of", "state_dict", "full_state", "undo"
+    ) == [
         ("convert_module", "WithOptimizer"),
         ("setup_optimizers", 1, True),
+        ("step_of", "FusedAdam" if make is FusedAdam else "SGD", CLIP),
         ("full_state",),
         ("state_dict",),
         ("undo",),
@@ -259,9 +293,7 @@ def test_a_precision_shows_gradients_to_hooks():
     precision = StaticScale()
     _, module = fit(Shown(), precision=precision, max_epochs=1, validates=False)
     _, plain = fit(Shown(), max_epochs=1, validates=False)
-    assert (
-        only(precision.calls, "step") == [("step", None, True, False, True)] * 2
-    )  # run and look, which returns the clip
+    assert only(precision.calls, "run", "run_shown", "after") == [("run_shown", True, True), ("after",)] * 2
     assert all(map(torch.equal, module.shown, plain.shown))
     assert_same_weights(module, plain)
 
@@ -282,7 +314,7 @@ def test_a_precision_takes_options_of_backward():
     _, module = fit(Manual(), precision=precision, partial_window="step", **options)
     _, plain = fit(Manual(), partial_window="step", **options)
     assert only(precision.calls, "backward") == [("backward", 0, ["retain_graph"])] * BATCHES
-    assert [call[0] for call in only(precision.calls, "step")] == ["step"] * BATCHES
+    assert only(precision.calls, "run", "after") == [("run", None, False), ("after",)] * BATCHES
     assert_same_weights(module, plain)
 
 
@@ -310,7 +342,7 @@ def test_a_precision_with_verdicts_of_its_own(caplog):
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 / 2**3)  # schedules follow what was applied
     assert (precision.verdicts.applied_steps, precision.verdicts.skipped_steps) == (3, 1)
     assert "1 step was skipped" in caplog.text
-    assert precision.calls == [("step", CLIP, False, False)] * 4
+    assert precision.calls == [("step", False)] * 4
 
     _, module = fit(precision=HostPrecision())
     assert_same_weights(module, fit()[1])
@@ -319,13 +351,13 @@ def test_a_precision_with_verdicts_of_its_own(caplog):
 def test_a_subclass_of_an_opt_level(tmp_path):
     precision, saves = LoggedLevel("O2", loss_scale="dynamic"), Saves(tmp_path / "mid.ckpt", 7)
     trainer, module = fit(WithOptimizer(FusedAdam), saves, precision=precision)
-    step = ("step", CLIP, False, False)
     micro_batch = [("forward", 2), ("backward", 0)]
-    epoch = [*[*micro_batch, *micro_batch, step] * 2, *micro_batch, *VALIDATION]
+    epoch = [*micro_batch * BATCHES, *VALIDATION]
     assert only(precision.calls, *PRECISION) == [("forward", 0), *epoch * 2]
-    assert only(precision.calls, "convert_module", "setup_optimizers", "state_dict") == [
+    assert only(precision.calls, "convert_module", "setup_optimizers", "step_of", "state_dict") == [
         ("convert_module",),
         ("setup_optimizers", 1, True),
+        ("step_of", CLIP),
         ("state_dict",),
     ]
     # The host reads what became of a step two steps later.

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from fabricamp.precision import Clip, OptLevel
 from fabricamp.precision.loss_scaler import LossScaler
 from fabricamp.strategies.base import Strategy
-from tests.windows import add_up, end_step
+from tests.windows import add_up, end_step, make_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -47,7 +47,7 @@ def window(module, precision, optimizer, x, y, accumulate=1, factor=1.0):
         loss = precision.forward(lambda: F.cross_entropy(module(x), y))
         precision.backward(loss * factor / accumulate)
         add_up(precision, optimizer)
-    precision.step(optimizer, clip=Clip(1.0))
+    make_step(precision, optimizer, clip=Clip(1.0))
     return loss.detach(), end_step(precision, loss.detach())
 
 
@@ -124,7 +124,7 @@ def test_an_lstm_is_flat_after_conversion(recwarn):
     precision.setup_optimizers(lstm, [optimizer], Strategy())
     for _ in range(2):
         precision.backward(precision.forward(lambda: lstm(torch.randn(3, 2, 8, device="cuda"))[0].square().mean()))
-        precision.step(optimizer)
+        make_step(precision, optimizer)
     assert not [one for one in recwarn if "contiguous chunk" in str(one.message)]
 
 

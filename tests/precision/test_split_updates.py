@@ -19,12 +19,12 @@ class SplitUpdate(Update):
     splits = 0
 
     def _launch_update(self, loss, batch_idx=0):
-        handed = self.plan.prepare(loss)
+        handed = self.optimizer_step.prepare(loss)
         for parameter, _ in handed:
             parameter.grad = None
         for parameter, gradient in handed:
             parameter.grad = gradient
-        self.plan.step_prepared()
+        self.optimizer_step.finish_prepared()
         SplitUpdate.splits += 1
 
 

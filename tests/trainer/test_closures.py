@@ -15,7 +15,7 @@ from fabricamp import Callback, TrainingModule
 from fabricamp.errors import ConfigError
 from fabricamp.optimizers import LARC, FusedSGD
 from fabricamp.optimizers.closures import takes_closure
-from fabricamp.precision import OptLevel, Precision
+from fabricamp.precision import OptimizerStep, OptLevel, Precision
 from tests.distributed.ranks import run_ranks
 from tests.pairs import pairs
 from tests.small import quiet_trainer
@@ -406,11 +406,16 @@ def test_larc_hands_its_closure_on(level):
 # -- refusals ----------------------------------------------------------------------------------------------------------------------
 
 
-class OwnStep(Precision):
+class OwnStep(OptimizerStep):
+    def run(self, loss):
+        (self.call or self.optimizer.step)()
+
+
+class OfOwnSteps(Precision):
     name = "own"
 
-    def step(self, optimizer, gradients=None, clip=None, run=None, loss=None, look=None):
-        (run or optimizer.step)()
+    def step_of(self, optimizer, strategy, clip):
+        return OwnStep(self, optimizer, strategy, clip)
 
 
 REFUSED = [
@@ -418,7 +423,7 @@ REFUSED = [
     ({"precision": OptLevel("O1", loss_scale=128.0)}, "precision 'O1' does not offer"),
     ({"precision": "O2"}, "precision 'O2' does not offer"),
     ({"precision": "O5"}, "precision 'O5' does not offer"),
-    ({"precision": OwnStep()}, r"a precision that overrides step \(OwnStep\) does not offer"),
+    ({"precision": OfOwnSteps()}, r"a precision with a step of its own \(OfOwnSteps\) does not offer"),
     ({"nan_policy": "skip"}, "nan_policy='skip' does not offer.*leave nan_policy out"),
     ({"accumulate_grad_batches": 2}, "accumulate_grad_batches > 1 does not offer.*give 1"),
 ]

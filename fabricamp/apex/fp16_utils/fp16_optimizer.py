@@ -95,6 +95,7 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
     @torch.no_grad()
     def update_master_grads(self) -> None:
         """Writes unscaled gradients into ``.grad`` of the masters, and checks for overflow."""
+        self.binding.refresh()
         gathered = self.binding.gather(IN_PLACE)
         if self.dynamic_loss_scale:
             self.overflow = self.loss_scaler.has_overflow([one.model_param for one in gathered])

@@ -56,5 +56,8 @@ class FusedAdam(StepInGroup, optimizers.FusedAdam):
         if grad_scaler is not None and grad_scaler.is_enabled():
             return grad_scaler.step(self)
         if not (grads is output_params is scale is grad_norms is None):
-            return super().step(closure, grads, output_params, scale, grad_norms)  # raises for these arguments
+            raise UnsupportedError(
+                "FusedAdam.step takes a closure only; grads, output_params, scale and grad_norms belonged to an old "
+                "FP16_Optimizer: scale the loss with a precision instead (precision='O1' or 'O2')"
+            )
         return FusedOptimizer.step(self, closure)  # the parent's step would call the hooks again

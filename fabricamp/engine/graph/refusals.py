@@ -68,9 +68,9 @@ def refusal_of_optimizer(parts: FitParts) -> str:
     name = type(optimizer).__name__
     if demands_closure(optimizer):
         return f"{name} runs the forward itself; take an optimizer that steps once"
-    if reason_outside(parts) and not parts.precision.splits_steps:
+    if reason_outside(parts) and not parts.optimizer_steps[0].splits:
         return (
-            f"{type(parts.precision).__name__} overrides step, so {name} cannot step by itself after a replay; take a fused "
+            f"{type(parts.precision).__name__} has a step of its own, so {name} cannot step by itself after a replay; take a fused "
             "optimizer such as FusedAdam"
         )
     return ""

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from fabricamp.engine.loop import FitParts
     from fabricamp.engine.session import Session
     from fabricamp.gradients.memory import GradientMemory
-    from fabricamp.precision.update_plan import UpdatePlan
+    from fabricamp.precision.optimizer_step import OptimizerStep
 
 _LOG = logging.getLogger("fabricamp")
 _GIB = 2**30
@@ -246,12 +246,12 @@ class GraphUpdate(Update):
         if not (others_changed or self.steps_outside or is_fused(self._optimizer) or stale.upload()):
             self._captures_in_a_row = 0
             precision = self._parts.precision
-            if precision.splits_steps:
+            if self.optimizer_step is not None and self.optimizer_step.splits:
                 self._step_outside("a schedule or hook changes betas or another number in its groups in each step")
             else:
                 self._give_up(
                     f"a number in the groups of {type(self._optimizer).__name__} changes in each step, and "
-                    f"{type(precision).__name__} overrides step, so the optimizer cannot step by itself after a replay"
+                    f"{type(precision).__name__} has a step of its own, so the optimizer cannot step by itself after a replay"
                 )
         else:
             name = stale.constants.changed()
@@ -481,9 +481,9 @@ class GraphUpdate(Update):
 
     def _summing_memory(self) -> GradientMemory | None:
         """Returns the memory in which the gradients of an accumulation are summed; None if they are summed in ``.grad``."""
-        if not self._sums or self.plan is None or self.plan.memory is None:
+        if not self._sums or self.optimizer_step is None:
             return None
-        return self.plan.memory()
+        return self.optimizer_step.memory()
 
     def _kept_bytes(self, role: Role) -> int:
         """Returns the bytes of gradients that a graph keeps; twice with accumulation, whose graphs share one more copy of them."""
@@ -539,9 +539,9 @@ class GraphUpdate(Update):
         loss = self.loss
         self.loss = None
         if self.steps_outside:
-            assert self.plan is not None
+            assert self.optimizer_step is not None
             self._handed_loss = loss.detach()
-            self._handed = self.plan.prepare(loss)
+            self._handed = self.optimizer_step.prepare(loss)
             if any(gradient is not None and gradient.is_sparse for _, gradient in self._handed):
                 name = type(self._optimizer).__name__
                 raise NotCapturableError(
@@ -553,28 +553,26 @@ class GraphUpdate(Update):
 
     def _launch_update(self, loss: Tensor | None, batch_idx: int = 0) -> None:
         """Launches an update's work on the device; an optimizer outside of the graph may wait for the device in an eager step."""
-        if not self.steps_outside or self.plan is None:
+        if not self.steps_outside or self.optimizer_step is None or loss is None:
             super()._launch_update(loss, batch_idx)
             return
-        self.plan.prepare(loss)
+        self.optimizer_step.prepare(loss)
         with self._watch.allowing_waits():
-            self._step_prepared(self.plan, loss)
+            self._finish_prepared(self.optimizer_step, loss)
 
-    def _step_prepared(self, plan: UpdatePlan, loss: Tensor | None) -> None:
-        if self._closure is None:
-            plan.step_prepared()
-        else:
+    def _finish_prepared(self, step: OptimizerStep, loss: Tensor | None) -> None:
+        if self._closure is not None:
             self._closure.loss = loss
-            plan.step_prepared(self._closure.step)
+        step.finish_prepared()
 
     def _obstacle_to_second_pass(self) -> str:
         return "cuda_graph does not offer: a replay is one forward and backward; leave cuda_graph out"
 
     def _run_optimizer(self, step: CapturedStep, *, first: bool) -> None:
         """Steps the optimizer with the gradients of a replay."""
-        assert self.plan is not None
-        self._step_prepared(self.plan, step.handed_loss)
-        if first and (key := kept_gradient(self.plan.optimizer, step.handed)):
+        assert self.optimizer_step is not None
+        self._finish_prepared(self.optimizer_step, step.handed_loss)
+        if first and (key := kept_gradient(self.optimizer_step.optimizer, step.handed)):
             name = type(self._optimizer).__name__
             self._give_up(
                 f"{name} keeps a gradient in its state ({key!r}), and the next replay writes to the same memory; copy it there"

@@ -71,8 +71,9 @@ def profile_fit(session: Session, loop: TrainingLoop) -> TrainingLoop:
     given._run_epoch = profiled(profiler, "run_training_epoch", loop._run_epoch)
     given._validate = profiled(profiler, "[_EvaluationLoop].run", loop._validate)
     changed: Any = update
-    if update.plan is not None:
-        update.plan.reduce = profiled(profiler, f"{strategy}.reduce_gradients", update.plan.reduce)
+    step = update.optimizer_step
+    if step is not None:
+        step.reduce = profiled(profiler, f"{strategy}.reduce_gradients", step.reduce)
     use = update.use
 
     def use_profiled(step: Step) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fabricamp.errors import ConfigError
+from fabricamp.gradients.flat import IN_PLACE
+from fabricamp.optimizers import FusedAdam
 from fabricamp.precision import Clip, OptLevel, Precision, precision_from
 from fabricamp.strategies.base import Strategy
 from tests.pairs import pairs
-from tests.windows import add_up, end_step
+from tests.windows import add_up, end_step, make_step
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -80,7 +84,7 @@ def window(precision, module, optimizer, micro_batches, clip=None, spoil=None, l
         look(module, optimizer)
         return clip
 
-    precision.step(optimizer, clip=clip, look=None if look is None else seen)
+    make_step(precision, optimizer, clip=clip, look=None if look is None else seen)
     return end_step(precision, loss.detach())
 
 
@@ -173,34 +177,27 @@ def snapshot(module, optimizer):
     return [tensor.detach().clone() for tensor in [*module.parameters(), *updated, *state]]
 
 
-class OwnStep(Precision):
-    """Another package's precision: counts its steps."""
-
-    steps = 0
-
-    def step(self, *arguments, **options):
-        self.steps += 1
-        super().step(*arguments, **options)
-
-
-def test_another_precision_s_step_runs_where_nothing_surrounds_the_optimizer_s():
-    """In full precision, without clipping and exchange, a plan is the optimizer's step alone if ``step`` is the package's."""
-    own = OwnStep()
-    replaced = Precision()
+def test_nothing_surrounds_the_optimizer_s_step_in_full_precision_without_clipping_and_exchange():
     calls = []
-    replaced.step = lambda *arguments, **options: calls.append("replaced")
-    for precision in (own, replaced):
-        optimizer = torch.optim.SGD(task().parameters(), lr=0.1)
-        precision.plan(optimizer, Strategy(), None).run(None)
-    assert own.steps == 1
-    assert calls == ["replaced"]
     optimizer = torch.optim.SGD(task().parameters(), lr=0.1)
     optimizer.step = lambda: calls.append("optimizer")
-    plain = Precision()
-    plan = plain.plan(optimizer, Strategy(), None)
-    plain.step = None  # not called
-    plan.run(None)
-    assert calls == ["replaced", "optimizer"]
+    step = Precision().step_of(optimizer, Strategy(), None)
+    step.exchange = None  # not called
+    step.run(None)
+    assert calls == ["optimizer"]
+
+
+@pytest.mark.parametrize("name", ["step", "plan", "prepare_step", "step_prepared", "splits_steps"])
+@pytest.mark.parametrize("base", [Precision, OptLevel])
+def test_a_method_by_which_earlier_versions_made_steps_is_refused_when_the_precision_is_made(base, name):
+    words = rf"{name} .*is called by nobody: .* step_of\(optimizer, strategy, clip\), which returns an OptimizerStep"
+    with pytest.raises(ConfigError, match=rf"Own\.{words}"):
+        type("Own", (base,), {name: lambda self, *_: None})
+    mixin = type("Mixin", (), {name: lambda self, *_: None})
+    with pytest.raises(ConfigError, match=rf"Own\.{words}"):
+        type("Own", (mixin, base), {})
+    with pytest.raises(ConfigError, match=f"{name} of a {base.__name__} is called by nobody"):
+        setattr(base(), name, None)
 
 
 @pytest.mark.parametrize("seen", [False, True])
@@ -270,7 +267,7 @@ def test_fused_sgd_updates_half_weights(dtype):
     optimizer.load_state_dict({**optimizer.state_dict()})  # brings the option back
     before = module.weight.detach().clone()
     precision.backward(precision.forward(lambda: module(torch.ones(1, 32)).sum()))
-    precision.step(optimizer)
+    make_step(precision, optimizer)
     torch.testing.assert_close(module.weight, before - 0.5)
 
 
@@ -321,7 +318,7 @@ def test_the_one_wait_is_told_once_with_its_cure(monkeypatch, caplog):
     reads = count_host_reads(monkeypatch)
     window(precision, module, optimizer, [batches(1)[0]])
     assert caplog.messages == []  # on CPU nothing is waited for
-    precision._stages(optimizer)._scaling.strategy.device = torch.device("cuda")
+    precision._shared.strategy.device = torch.device("cuda")
     for batch in batches(3):
         window(precision, module, optimizer, [batch])
     assert reads.count("item") == 4
@@ -344,7 +341,7 @@ def test_an_overridden_step_runs_only_when_finite():
         precision.backward(loss)
         if index == 1:
             overflow(module)
-        precision.step(optimizer, run=run)
+        make_step(precision, optimizer, run=run)
         end_step(precision, loss)
     assert len(calls) == 2
 
@@ -398,7 +395,7 @@ def test_sums_keep_what_half_would_lose():
         loss = precision.forward(lambda x: module(x).sum(), torch.tensor([[value]]))
         precision.backward(loss)
         add_up(precision, optimizer)
-    precision.step(optimizer)
+    make_step(precision, optimizer)
     assert optimizer.param_groups[0]["params"][0].item() == 0.5 - 2050
 
 
@@ -413,7 +410,7 @@ def test_several_losses_have_a_scale_each(level):
             loss = precision.forward(module.training_step, data[2 * index + loss_id])
             precision.backward(loss * (float("inf") if (index, loss_id) == (1, 1) else 1.0), loss_id)
         before = snapshot(module, optimizer)
-        precision.step(optimizer)
+        make_step(precision, optimizer)
         after = snapshot(module, optimizer)
         assert (len(before) == len(after) and all(map(torch.equal, before, after))) == (index == 1)
         verdict = end_step(precision, loss)
@@ -433,7 +430,7 @@ def test_several_losses_add_up():
                 precision.backward(precision.forward(module.training_step, batch), loss_id if losses == 2 else 0)
                 if losses == 1:
                     add_up(precision, optimizer)
-            precision.step(optimizer)
+            make_step(precision, optimizer)
         weights.append(snapshot(module, optimizer))
     for one, two in zip(*weights, strict=True):
         assert torch.equal(one, two)
@@ -456,7 +453,7 @@ def test_the_divisor_of_a_strategy_is_part_of_the_multiplier(level):
         optimizer = start(precision, module, lambda p, rate=rate: torch.optim.SGD(p, lr=rate))
         precision.backward(precision.forward(module.training_step, precision.convert_input(batches(1)[0])))
         tensors = [holder.grad for holder in precision.gradients(optimizer).parameters]
-        precision.step(optimizer, Gradients(tensors=tensors, divisor=divisor))
+        make_step(precision, optimizer, Gradients(tensors=tensors, divisor=divisor))
         weights.append(snapshot(module, optimizer))
     for one, two in zip(*weights, strict=True):
         torch.testing.assert_close(one, two)
@@ -472,7 +469,7 @@ def test_full_precision_takes_gradients_from_a_strategy_too():
         precision.backward(precision.forward(module.training_step, batches(1)[0]))
         gradients = Gradients(tensors=[p.grad.clone() for p in module.parameters()], divisor=divisor)
         module.zero_grad()
-        precision.step(optimizer, gradients, look=(lambda: None) if divisor == 2.0 else None)
+        make_step(precision, optimizer, gradients, look=(lambda: None) if divisor == 2.0 else None)
         weights.append(snapshot(module, optimizer))
     for one, two in zip(*weights, strict=True):
         assert torch.equal(one, two)
@@ -485,24 +482,27 @@ def test_sparse_gradients():
         before = module.weight.detach().float().clone()
         loss = precision.forward(lambda index: module(index).sum() / 8, torch.tensor([1, 1, 7]))
         precision.backward(loss)
-        precision.step(optimizer, clip=Clip(100.0))
+        make_step(precision, optimizer, clip=Clip(100.0))
         moved = before - module.weight.detach().float()
         expected = torch.zeros(10, 4)
         expected[1], expected[7] = 2 / 8, 1 / 8
         torch.testing.assert_close(moved, expected, rtol=1e-2, atol=1e-2)
 
 
-def test_manual_optimization_inside_the_step():
+@pytest.mark.parametrize(
+    "make", [partial(torch.optim.SGD, lr=10.0), partial(FusedAdam, lr=0.1)], ids=["SGD", "FusedAdam"]
+)
+def test_manual_optimization_inside_the_step(make):
     # Backward and updates within the step run outside autocast, and clear autocast's cache.
     module, precision = task(), OptLevel("O1")
-    optimizer = start(precision, module, lambda p: torch.optim.SGD(p, lr=10.0))
+    optimizer = start(precision, module, make)
     x = batches(1)[0][0]
     seen = []
 
     def training_step() -> None:
         first = module.net(x)
         precision.backward(first.float().square().mean())
-        precision.step(optimizer)
+        make_step(precision, optimizer)
         seen.append((first.detach(), module.net(x).detach(), torch.is_autocast_enabled("cpu")))
 
     precision.forward(training_step)
@@ -524,7 +524,7 @@ def test_zero_grad_reaches_half_weights_and_sums():
         optimizer.zero_grad()
         assert all(p.grad is None for p in module.parameters())
         before = snapshot(module, optimizer)
-        precision.step(optimizer)
+        make_step(precision, optimizer)
         assert all(torch.equal(a, b) for a, b in zip(before, snapshot(module, optimizer), strict=True))
 
 
@@ -565,7 +565,7 @@ def test_an_unknown_optimizer_is_named():
     module, precision = task(), OptLevel("O2")
     start(precision, module, OPTIMIZERS["sgd"])
     with pytest.raises(ValueError, match="configure_optimizers"):
-        precision.step(torch.optim.Adagrad([nn.Parameter(torch.zeros(1))]))
+        make_step(precision, torch.optim.Adagrad([nn.Parameter(torch.zeros(1))]))
 
 
 class TwoRanks(Strategy):
@@ -591,9 +591,11 @@ def test_ranks_that_reached_different_parameters_update_the_same_ones():
     before = module.net.last.bias.clone()
     precision.backward(precision.forward(lambda: module.net.first(batches(1)[0][0]).mean()))
     add_up(precision, optimizer)
-    precision.step(optimizer, strategy.reduce_gradients(precision.gradients(optimizer)))
+    precision.step_of(optimizer, strategy, None).run(None)
     assert not torch.equal(before, module.net.last.bias)
     precision.backward(precision.forward(lambda: module.net.first(batches(1)[0][0]).mean()))
     add_up(precision, optimizer)
+    step = precision.step_of(optimizer, strategy, None)
+    step.reduce = lambda _: IN_PLACE
     with pytest.raises(ValueError, match=r"reduce_gradients\(precision.gradients"):
-        precision.step(optimizer)
+        step.run(None)
