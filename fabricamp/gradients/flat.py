@@ -357,7 +357,7 @@ class FlatGradients:
         """Sums every ``.grad`` over the ranks, or by ``through``; returns the received gradients."""
         filled = (self._filled(message, message.gradients()) for message in self.messages)
         (through or self._rank_sums).run(filled, alone=len(self.messages) == 1)
-        return self.receive()
+        return self._received()
 
     def send(
         self,
@@ -393,6 +393,9 @@ class FlatGradients:
     def receive(self) -> Gradients:
         """Makes torch's current stream wait for all messages; returns the received gradients."""
         self._rank_sums.wait()
+        return self._received()
+
+    def _received(self) -> Gradients:
         self.missing = self._missing
         self._missing = []
         return Gradients(self.tensors, self.divisor, self.take_flags(), complete=not self.missing)

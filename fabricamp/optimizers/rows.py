@@ -192,22 +192,24 @@ class RowsCacheKey:
         by_address = any(part.table is not None for part in parts)
         self._addressed: list[Tensor] = []
         self._of_parameters: list[int] = []
-        self._of_copies: list[int] = []
+        self._all: list[int] = []
         if by_address:
             own = [local(parameter) for parameter in self._parameters]
             others = [local(copy) for copy in copies or () if copy is not None]
             self._addressed = [*own, *others]
             self._of_parameters = list(range(len(own)))
-            self._of_copies = list(range(len(own), len(self._addressed)))
+            self._all = list(range(len(self._addressed)))
         self._pointers = addresses(self._addressed)
         self._copies = copies
         self._flags = flags
 
     def are_parameters(self, parameters: Sequence[Tensor]) -> bool:
         """Whether the rows are those of ``parameters``, in this order and in the same memory."""
+        return self._are_same(parameters) and are_at(self._addressed, self._pointers, self._of_parameters)
+
+    def _are_same(self, parameters: Sequence[Tensor]) -> bool:
         own = self._parameters
-        known = parameters is own or (len(parameters) == len(own) and all(map(operator.is_, parameters, own)))
-        return known and are_at(self._addressed, self._pointers, self._of_parameters)
+        return parameters is own or (len(parameters) == len(own) and all(map(operator.is_, parameters, own)))
 
     def holds(
         self, parameters: Sequence[Tensor], gradients: Column, copies: Column | None, flags: Column | None
@@ -216,8 +218,8 @@ class RowsCacheKey:
         return (
             copies is self._copies
             and flags is self._flags
-            and self.are_parameters(parameters)
-            and are_at(self._addressed, self._pointers, self._of_copies)
+            and self._are_same(parameters)
+            and are_at(self._addressed, self._pointers, self._all)
             and all(map(operator.is_, map(gradients.__getitem__, self._without), repeat(None)))
         )
 

@@ -66,7 +66,6 @@ from fabricamp.precision.param_grads import Gradient, ParamGradMap, create_grad,
 from fabricamp.precision.step_results import StepResults
 from fabricamp.precision.torch_updates import (
     clip_gradients,
-    clip_limits,
     leave_fused,
     may_skip,
     run_unless_overflow,
@@ -156,6 +155,7 @@ class OptimizerStep:
         self._end = None if precision.verdicts is None else precision.verdicts.launch_end
         # Whether only an exchange and clipping can surround the optimizer's own step.
         self._is_bare = self._end is None and outside is None
+        self._torch_clips = True
         # Whether the launch of finish also ends the training step, if it has the loss.
         self._finish_ends = False
 
@@ -166,14 +166,13 @@ class OptimizerStep:
         if self._is_bare and not self.exchanges and self.clip is None:
             # Looked up in each step: a scheduler that is created within a run replaces ``step`` by torch's wrapper.
             (self.call or self.optimizer.step)()
-            return
-        gradients = self.exchange()
-        if self._by_kernels and self.call is None:
+        elif self._by_kernels and self.call is None:
             # Not within the contexts: a fused step runs nothing that autocast or a boundary affects.
-            self._launch(gradients, self.clip, loss)
+            self._launch(self.exchange(), self.clip, loss)
             if loss is None or (self._end is not None and not self._finish_ends):
                 self._end_step(loss)
         else:
+            gradients = self.exchange()
             with self._outside[0], self._outside[1]:
                 self._update(None, self._write(gradients, self.clip, loss))
             self._end_step(loss)
@@ -235,7 +234,7 @@ class OptimizerStep:
             device = next((parameter.device for parameter in owned_parameters(optimizer)), torch.device("cpu"))
             state = optimizer.own_state(device)
             scale = gradients.carried(state.scale)
-            max_norm, max_value = clip_limits(clip)
+            max_norm, max_value = _limits(clip)
             # Only the norm needs an extra pass over the gradients.
             statistics = scale.new_empty(0) if max_norm is None else optimizer.statistics(scale, gradients.divisor)
             ops.finish(state, statistics, scale=scale, divisor=gradients.divisor, max_norm=max_norm)
@@ -255,9 +254,13 @@ class OptimizerStep:
         """
         if gradients is not IN_PLACE:
             write_gradients(self.optimizer, gradients)
-        if clip is not None:
-            clip_gradients(self.optimizer, clip)
+        self._clip(clip)
         return None
+
+    def _clip(self, clip: Clip | None) -> None:
+        """Clips the gradients in ``.grad`` by torch's functions, for the same bits as in a hand-written loop; else kernels do."""
+        if clip is not None and self._torch_clips:
+            clip_gradients(self.optimizer, clip)
 
     def _update(self, run: Callable[[], object] | None, found_inf: Tensor | None) -> None:
         """Steps the optimizer with the gradients in ``.grad``, by ``run`` if the user steps it, unless ``found_inf`` is set."""
@@ -452,6 +455,7 @@ class ScaledStep(OptimizerStep):
         self._skips = scaling.scaler is not None
         self._sticky = scaling.scaler is not None and scaling.scaler.sticky
         self._is_bare = False
+        self._torch_clips = scaling.plain
         # Results of another class have to be called.  An update that reads the loss scale again must not find it moved.
         own_end = precision.verdicts is not None and is_own(precision.verdicts, "launch_end", StepResults)
         self._finish_ends = own_end and scaling.ends_step and self._by_kernels and not self.optimizer.reads_scale
@@ -484,12 +488,7 @@ class ScaledStep(OptimizerStep):
             tensors, flags = params.tensors_and_flags(gradients)
         optimizer.gather(tensors, params.copies, flags, parameters=params.master_params)
         scale = self._scale if gradients.weight is None else gradients.carried(self._scale)
-        max_norm = None
-        max_value = None
-        if clip is not None and clip.algorithm == "norm":
-            max_norm = clip.value
-        elif clip is not None:
-            max_value = clip.value
+        max_norm, max_value = _limits(clip)
 
         # 1. Statistics, if the overflow flag or the norm is needed; else the gradients are read once, by the update.
         statistics = optimizer.statistics(scale, divisor) if skips or max_norm is not None else scale.new_empty(0)
@@ -570,10 +569,9 @@ class ScaledStep(OptimizerStep):
             masters = [master for master in params.master_params if master.grad is not None]
             values = params.local_shards([values_of(master.grad) for master in masters])
             self._check(masters, values, self._scaling.one, 1.0, None, loss)
-            if clip is not None:
-                clip_gradients(self.optimizer, clip)
         else:
             self._write_scaled(gradients, clip, loss)
+        self._clip(clip)
         return self._state.found_inf
 
     def _write_scaled(self, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
@@ -584,7 +582,7 @@ class ScaledStep(OptimizerStep):
             if id(master) not in filled:
                 master.grad = None
         sources, destinations = self._places(gathered)
-        max_norm, max_value = clip_limits(clip)
+        max_norm, max_value = _limits(clip)
         scale = gradients.carried(self._scale)
         divisor = gradients.divisor
         if self._scaler is None and max_norm is None:
@@ -651,7 +649,7 @@ class ScaledStep(OptimizerStep):
                 master.grad = None if model_param.grad is None else model_param.grad.to(master.dtype)
         masters = [master for master in params.master_params if master.grad is not None]
         values = params.local_shards([values_of(master.grad) for master in masters])
-        max_norm, max_value = clip_limits(None if self._scaling.plain else clip)
+        max_norm, max_value = _limits(None if self._torch_clips else clip)
         found_inf = shown.found_inf
         multiplier: Tensor | float = 1.0
         if self._scaler is not None or max_norm is not None:
@@ -659,11 +657,9 @@ class ScaledStep(OptimizerStep):
             self._check(masters, values, self._scaling.one, 1.0, max_norm, None)
             multiplier = self._state.multiplier
             found_inf = torch.maximum(found_inf, self._state.found_inf)
-        if clip is not None:
-            if self._scaling.plain:
-                clip_gradients(self.optimizer, clip)
-            else:
-                ops.scale(values, values, multiplier, max_value)
+        if max_norm is not None or max_value is not None:
+            ops.scale(values, values, multiplier, max_value)
+        self._clip(clip)
         return found_inf
 
     def _check(
@@ -718,6 +714,13 @@ class ScaledStep(OptimizerStep):
             "the host waits for the device once per step, to learn whether %s has to skip that step (precision %r); %s",
             type(self.optimizer).__name__, scaling.name, cure,
         )  # fmt: skip
+
+
+def _limits(clip: Clip | None) -> tuple[float | None, float | None]:
+    """Returns (maximal norm, maximal value) of ``clip``; None for no limit."""
+    if clip is None:
+        return None, None
+    return (clip.value, None) if clip.algorithm == "norm" else (None, clip.value)
 
 
 def _zero_grad(params: ParamGradMap, optimizer: Optimizer, set_to_none: bool = True) -> None:

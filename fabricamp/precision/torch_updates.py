@@ -106,13 +106,6 @@ def write_gradients(optimizer: Optimizer, gradients: Gradients) -> None:
             torch._foreach_div_([parameter.grad for parameter in parameters if parameter.grad is not None], divisor)
 
 
-def clip_limits(clip: Clip | None) -> tuple[float | None, float | None]:
-    """Returns (maximal norm, maximal value) of ``clip``; None for no limit."""
-    if clip is None:
-        return None, None
-    return (clip.value, None) if clip.algorithm == "norm" else (None, clip.value)
-
-
 @torch.no_grad()
 def clip_gradients(optimizer: Optimizer, clip: Clip) -> None:
     """Clips the ``.grad`` of all parameters of ``optimizer`` by torch's own functions, for the same bits as a hand-written loop.
