@@ -82,7 +82,7 @@ def releasing(trainer: Trainer, session: Session) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        agreement.leaving = True
+        agreement.note_exception()
         trainer.state.fail()
         if not agreement.abandoned:
             _fail(trainer, session, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
 import os
@@ -24,6 +25,47 @@ _in_run = False
 _children_leave = False
 
 
+class HeededSignals:
+    """The signals that a run takes for requests, as the watchdog's thread sees and simulates them; none outside of a run."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[int, str] = {}
+        self._reader: int | None = None
+
+    @contextlib.contextmanager
+    def heed(self, reasons: dict[int, str], *, at_once: bool) -> Iterator[None]:
+        """Heeds the signals of ``reasons`` (number -> reason) in this block; with ``at_once`` Python writes each into a pipe."""
+        self._reasons = reasons
+        if not at_once:
+            yield
+            return
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        os.set_blocking(writer, False)
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        self._reader = reader
+        try:
+            yield
+        finally:
+            self._reader = None
+            signal.set_wakeup_fd(before)
+            os.close(reader)
+            os.close(writer)
+
+    def arrived(self) -> list[str]:
+        """Returns the reasons of new signals, whose handlers may still wait for the main thread to return from compiled code."""
+        reader = self._reader
+        if reader is not None:
+            with contextlib.suppress(BlockingIOError):  # raised if no signal has arrived
+                return [self._reasons[number] for number in os.read(reader, 64) if number in self._reasons]
+        return []
+
+    def simulate(self) -> None:
+        """Lets the main thread run the handler of a signal as if that had arrived."""
+        if self._reasons:
+            _thread.interrupt_main(signal.Signals(next(iter(self._reasons))))
+
+
 @contextlib.contextmanager
 def interrupts(agreement: StopAgreement) -> Iterator[None]:
     """Turns signals into stop requests in this block: the first Ctrl-C, SIGTERM, and job signals.
@@ -31,8 +73,8 @@ def interrupts(agreement: StopAgreement) -> Iterator[None]:
     The second Ctrl-C raises KeyboardInterrupt at once.  Job signals are SIGUSR1 and SIGUSR2 in SLURM, and the signal by which
     submitit announces a preemption.
 
-    While the agreement is ``opening``, each signal raises KeyboardInterrupt, once the agreement is guarded: a download or an import
-    has no other point to stop at.  The previous handlers are always restored.
+    Before the first batch each signal raises KeyboardInterrupt, once the agreement is guarded: a download or an import has no other
+    point to stop at.  The previous handlers are always restored.
 
     Does nothing outside the main thread.  Skips ignored signals (a background job of a shell), and signals that already have a
     handler (except submitit's, see :func:`hand_on`).  Enter it before data loaders start their workers: workers forked inside the
@@ -42,19 +84,15 @@ def interrupts(agreement: StopAgreement) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = _handlers(agreement)
-    before = {number: signal.getsignal(number) for number in handlers}
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    reasons = {number: signal.Signals(number).name for number in handlers}
-    if signal.SIGINT in handlers:
-        reasons[signal.SIGINT] = "interrupted"
-    agreement.handled = reasons
+    reasons = _reasons()
+    before = {number: signal.getsignal(number) for number in reasons}
+    for number, reason in reasons.items():
+        signal.signal(number, (_on_interrupt if number == signal.SIGINT else _on_signal)(agreement, reason))
     _leave_group_after_fork()
     outer = _in_run
     _in_run = True
     try:
-        with _signals_at_once(agreement):
+        with agreement.signals.heed(reasons, at_once=agreement.shared):
             yield
     finally:
         _in_run = outer
@@ -62,19 +100,20 @@ def interrupts(agreement: StopAgreement) -> Iterator[None]:
             signal.signal(number, previous)
 
 
-def _handlers(agreement: StopAgreement) -> dict[int, _Handler]:
-    handlers: dict[int, _Handler] = {}
+def _reasons() -> dict[int, str]:
+    """Returns the signals to heed, by number, and the reason that each is for a stop."""
+    reasons: dict[int, str] = {}
     if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
-        handlers[signal.SIGINT] = _on_interrupt(agreement)
+        reasons[signal.SIGINT] = "interrupted"
     preempting = _submitits_signal()
     requeuing = _REQUEUING if "SLURM_JOB_ID" in os.environ else ()
     for number in {signal.SIGTERM, *requeuing, *preempting}:
         if signal.getsignal(number) is signal.SIG_DFL or number in preempting:
-            handlers[number] = _on_signal(agreement, number.name)
-    return handlers
+            reasons[number] = number.name
+    return reasons
 
 
-def _on_interrupt(agreement: StopAgreement) -> _Handler:
+def _on_interrupt(agreement: StopAgreement, reason: str) -> _Handler:
     owner = os.getpid()
     seen = 0
 
@@ -86,18 +125,18 @@ def _on_interrupt(agreement: StopAgreement) -> _Handler:
         # An abandoned run raises by itself, once.
         if seen > 1 and (agreement.leaving or not agreement.abandoned):
             raise KeyboardInterrupt
-        _ask(agreement, "interrupted")
+        _ask(agreement, reason)
 
     return handle
 
 
-def _on_signal(agreement: StopAgreement, name: str) -> _Handler:
+def _on_signal(agreement: StopAgreement, reason: str) -> _Handler:
     owner = os.getpid()
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if os.getpid() == owner:
-            _ask(agreement, name)
-        elif name == "SIGTERM":
+            _ask(agreement, reason)
+        elif number == signal.SIGTERM:
             # A forked child inherits this handler; SIGTERM must end the child as if there were none.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -105,11 +144,8 @@ def _on_signal(agreement: StopAgreement, name: str) -> _Handler:
     return handle
 
 
-def _ask(agreement: StopAgreement, name: str) -> None:
-    if not agreement.abandoned:
-        agreement.request(name)
-    if agreement.opening:
-        agreement.abandon()
+def _ask(agreement: StopAgreement, reason: str) -> None:
+    agreement.request(reason)
     agreement.raise_once()
 
 
@@ -125,26 +161,6 @@ def _leave_group() -> None:
     if _in_run:
         os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)  # the child's signals must not wake the parent's watchdog
-
-
-@contextlib.contextmanager
-def _signals_at_once(agreement: StopAgreement) -> Iterator[None]:
-    """Lets the watchdog thread see a signal while the main thread is in compiled code, where Python runs no handlers."""
-    if not agreement.shared:
-        yield
-        return
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    agreement.signal_fd = reader
-    try:
-        yield
-    finally:
-        agreement.signal_fd = None
-        signal.set_wakeup_fd(before)
-        os.close(reader)
-        os.close(writer)
 
 
 def exit_code(reason: str) -> int:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
-import os
-import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from fabricamp.errors import DistributedError
 from fabricamp.state import INTERRUPTIONS, NOT_VALIDATING, RunState
+from fabricamp.watchdog.signals import HeededSignals
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -32,6 +32,53 @@ _Position = tuple[int, int]
 _BEFORE_FIRST_BATCH: _Position = (-1, 0)
 """The promise of a rank before its first batch: there is nothing to save, and nobody needs to wait for that rank."""
 
+_HERE: _Position = (0, 0)
+"""A position that every rank has come to."""
+
+
+class Phase(Enum):
+    """How far a run's stop has come on this rank; :attr:`StopAgreement.phase` has the table of what leads from one to another."""
+
+    OPENING = "before the first batch: there is nothing to save"
+    RUNNING = "between the first batch and the end; nobody has asked to stop, as far as this rank knows"
+    ASKED = "this rank asks, and the others do not know it yet"
+    PROMISED = "some rank asks, and this rank has promised a position at which it waits for the others"
+    AGREED = "all promises are known: all ranks stop at the largest"
+    ABANDONED = "a rank was asked before its first batch: all ranks end at once"
+
+
+class _Request(NamedTuple):
+    reason: str
+    opening: bool
+    """Whether this rank was before its first batch."""
+
+
+@dataclass(slots=True)
+class _OfMainThread:
+    """What the main thread notes, its signal handlers included; each fact is set once."""
+
+    guarded: bool = False
+    """Whether the run's cleanup code is in place to catch an exception from a signal handler."""
+    begun: bool = False
+    """Whether the first batch has come."""
+    leaving: bool = False
+    """Whether an exception already ends the run: handlers of an abandoned run raise only once."""
+
+
+@dataclass(slots=True)
+class _OfWatchdog:
+    """What the watchdog's thread notes, in this order; each fact is set once."""
+
+    reason: str = ""
+    """That of the request in the store: the first of all ranks' requests."""
+    learned_at: float = sys.float_info.max
+    """When this rank learned of it (monotonic seconds)."""
+    promise: _Position | None = None
+    promises: list[_Position] = field(default_factory=list)
+    """Those of all ranks, once all are known."""
+    lost: str = ""
+    """Why the store cannot be reached; empty while it can."""
+
 
 class StopAgreement:
     """Interrupts a run on every rank after the same micro-batch or validation batch, wherever the ranks are at the signal.
@@ -42,9 +89,13 @@ class StopAgreement:
     it; all ranks stop at the largest promise.  No rank can be past that position, no collective is needed, and a rank
     that waits for data or runs validation answers at once.  A rank that ends promises its last position, and nobody waits for it.
 
-    Before the first batch there is nothing to save: with ``opening`` set, signal handlers end the run at once, on all ranks
-    (``abandoned``).  After the last position to stop at, a request is only noted; the code that ends the run then checks for it
-    (:meth:`came_late`, ``asked``).
+    Before the first batch there is nothing to save: a request ends the run at once, on all ranks.  After the last position to stop
+    at, a request is only noted; the code that ends the run then checks for it (:meth:`came_late`, ``asked``).
+
+    There are no locks: a signal handler could wait for one forever.  Those who request, the main thread and the watchdog's thread
+    each note facts of their own, and take none back.  Everybody else asks for the :attr:`phase`, which follows from them.
+    ``hold_at`` and ``hold_evaluated`` belong to the watchdog's thread until it has promised, and to the main thread once
+    :attr:`settled`.
 
     Args:
         state: the run's counters.
@@ -54,30 +105,63 @@ class StopAgreement:
     def __init__(self, state: RunState, strategy: Strategy) -> None:
         self._state = state
         self._strategy = strategy
-        self._stop_at: _Position | None = None
-        self._promised = False
+        self._requests: list[_Request] = []  # of this rank; only appended to, in any thread and by signal handlers
+        self._main = _OfMainThread()
+        self._watchdog = _OfWatchdog()
         self._store: Store | None = None
         self._settled = threading.Event()
-        self.asked = ""
-        """The reason (signal) of this rank's own request, handled yet or not."""
-        self.opening = True
-        """Whether the run is still before its first batch."""
-        self.guarded = False
-        """Whether the run's cleanup code is in place to catch an exception from a signal handler."""
-        self.abandoned = False
+        self.signals = HeededSignals()
+
+    @property
+    def phase(self) -> Phase:
+        """How far the stop has come: what each writer has noted says which of these events there were.
+
+        ========= ========= ========= ========= ========= =========
+        phase     begin     request   found     agree     early
+        ========= ========= ========= ========= ========= =========
+        OPENING   RUNNING   ABANDONED ABANDONED -         -
+        RUNNING   RUNNING   ASKED     PROMISED  -         -
+        ASKED     ASKED     ASKED     PROMISED  -         -
+        PROMISED  PROMISED  PROMISED  PROMISED  AGREED    ABANDONED
+        AGREED    AGREED    AGREED    AGREED    AGREED    -
+        ABANDONED ABANDONED ABANDONED ABANDONED -         ABANDONED
+        ========= ========= ========= ========= ========= =========
+
+        ``begin``: the first batch has come to the main thread.  ``request``: a signal has come to this rank, or one of its threads
+        asks; a single rank agrees with itself, so RUNNING leads to AGREED.  The other events come to the watchdog's thread: it has
+        ``found`` a request of any rank in the store, and made its promise; the promises of all ranks ``agree``, or one is that of a
+        rank that was asked too ``early``.  These two need this rank's own promise first (-: cannot be).  The loss of the store
+        leads nowhere: who waits for the answers is told of it.
+        """
+        # Read in the order in which they come, so that what this returns did hold while it read.
+        begun = self._main.begun
+        request = self._requests[0] if self._requests else None
+        promise = self._watchdog.promise
+        promises = self._watchdog.promises
+        if _BEFORE_FIRST_BATCH in (promise, *promises) or (request is not None and request.opening):
+            return Phase.ABANDONED
+        if promises or (request is not None and not self.shared):
+            return Phase.AGREED
+        if promise is not None:
+            return Phase.PROMISED
+        if request is not None:
+            return Phase.ASKED
+        return Phase.RUNNING if begun else Phase.OPENING
+
+    @property
+    def abandoned(self) -> bool:
         """Whether the run ends at once, with nothing to save."""
-        self.leaving = False
-        """Whether an exception already ends the run in the main thread: handlers of an abandoned run raise only once."""
-        self.handled: dict[int, str] = {}
-        """Signal number -> the reason that its handler passes to :meth:`request`."""
-        self.signal_fd: int | None = None
-        """File descriptor from which signal numbers can be read as soon as they arrive."""
-        self.reason = ""
-        """Why all ranks stop; empty until this rank has learned of a request."""
-        self.learned_at = sys.float_info.max
-        """When this rank learned of a request (monotonic seconds)."""
-        self.lost = ""
-        """Why the store cannot be reached; empty while it can."""
+        return self.phase is Phase.ABANDONED
+
+    @property
+    def answered(self) -> bool:
+        """Whether this rank has promised where it waits, or ends at once."""
+        return self.phase in (Phase.PROMISED, Phase.AGREED, Phase.ABANDONED)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the promises of all ranks are known, or the store is lost."""
+        return self._settled.is_set()
 
     @property
     def shared(self) -> bool:
@@ -85,67 +169,83 @@ class StopAgreement:
         return self._strategy.world_size > 1
 
     @property
-    def settled(self) -> bool:
-        """Whether the common stop position is known, or the store is lost."""
-        return self._settled.is_set()
+    def asked(self) -> str:
+        """The reason (signal) of this rank's own request, handled yet or not."""
+        return self._requests[0].reason if self._requests else ""
+
+    @property
+    def reason(self) -> str:
+        """Why all ranks stop; empty while this rank knows of no request."""
+        return self._watchdog.reason or self.asked
+
+    @property
+    def learned_at(self) -> float:
+        """When this rank learned of a request in the store (monotonic seconds)."""
+        return self._watchdog.learned_at
+
+    @property
+    def lost(self) -> str:
+        """Why the store cannot be reached; empty while it can."""
+        return self._watchdog.lost
+
+    # -- in any thread, and in signal handlers -----------------------------------------------------------------------------------
 
     def request(self, reason: str) -> None:
         """Requests all ranks to stop; safe on any rank, in any thread and in a signal handler: it only sets plain attributes."""
-        if self.asked:
+        if self.asked or self.abandoned:
             return
-        self.asked = reason
-        if self._strategy.world_size == 1:
-            # With one rank there is nobody to agree with: stop at the next comparison.
-            self.reason = reason
-            self._state.hold_at = 0
-            self._state.hold_evaluated = 0
+        self._requests.append(_Request(reason, opening=not self._main.begun))
+        if not self.shared:  # stop at the next comparison
+            self._state.hold_at, self._state.hold_evaluated = _HERE
 
-    def abandon(self) -> None:
-        """Marks the run to end at once, because there is nothing to save: a rank was ``opening`` at the signal."""
-        self.reason = self.reason or self.asked
-        self.abandoned = True
+    # -- for the main thread and its signal handlers -----------------------------------------------------------------------------
 
     def guard(self) -> None:
         """Lets signal handlers raise from now on; raises KeyboardInterrupt if a signal arrived since the handlers were set."""
-        self.guarded = True
+        self._main.guarded = True
         self.raise_once()
+
+    def begin(self) -> None:
+        """Notes that the first batch has come: from now on there are positions to stop at."""
+        self._main.begun = True
+
+    @property
+    def leaving(self) -> bool:
+        """Whether an exception already ends the run."""
+        return self._main.leaving
+
+    def note_exception(self) -> None:
+        """Notes that an exception ends the run: from now on no signal handler of an abandoned run raises."""
+        self._main.leaving = True
 
     def raise_once(self) -> None:
         """Raises KeyboardInterrupt once in an abandoned run, and only while it is guarded."""
-        if self.abandoned and self.guarded and not self.leaving:
-            self.leaving = True
+        if self.abandoned and self._main.guarded and not self.leaving:
+            self.note_exception()
             raise KeyboardInterrupt(self.reason)
-
-    def interrupt_main_thread(self) -> None:
-        """Simulates a signal in the main thread, which raises there; called by the watchdog thread."""
-        if self.handled and not self.leaving:
-            _thread.interrupt_main(signal.Signals(next(iter(self.handled))))
-
-    def begin(self) -> None:
-        """Marks that the first batch has come: from now on there are positions to stop at."""
-        self.opening = False
 
     def hold(self) -> bool:
         """Waits for the common stop position; stops and returns True if it is here.
 
         The main thread calls it at the position that this rank promised, and again at the common one if that is later.
         """
-        if self._strategy.world_size > 1:
-            self.wait_for_answers()
-            if self.abandoned:
-                raise KeyboardInterrupt(self.reason)
-            if self._stop_at is None:
-                raise DistributedError(self.who_is_missing())
-            if self._position() < self._stop_at:
-                self._state.hold_at, self._state.hold_evaluated = self._stop_at
-                return False
+        self.wait_for_answers()
+        phase = self.phase
+        if phase is Phase.ABANDONED:
+            raise KeyboardInterrupt(self.reason)
+        if phase is not Phase.AGREED:
+            raise DistributedError(self.who_is_missing())
+        stop_at = max(self._watchdog.promises, default=_HERE)
+        if self._position() < stop_at:
+            self._state.hold_at, self._state.hold_evaluated = stop_at
+            return False
         self.forget()
         self._state.interrupt(self.reason)
         return True
 
     def wait_for_answers(self) -> None:
         """Waits until every rank has answered the request, for at most ``ANSWER_SECONDS``."""
-        if self._strategy.world_size > 1:
+        if self.shared:
             self._settled.wait(ANSWER_SECONDS)
 
     def forget(self) -> None:
@@ -158,9 +258,8 @@ class StopAgreement:
 
         Every rank calls it, with ``here`` for its own answer (one small collective).
         """
-        reason = self._state.stop_request.interruption or self.reason or self.asked
-        number = 1 + INTERRUPTIONS.index(reason) if here else 0
-        if self._strategy.world_size > 1:
+        number = 1 + INTERRUPTIONS.index(self._state.stop_request.interruption or self.reason) if here else 0
+        if self.shared:
             # A rank that had no batch left may not have reached the position where the others stopped.
             number = int(self._strategy.reduce(torch.tensor(number, dtype=torch.int64, device="cpu"), "max").item())
         if number and not self._state.interrupted:
@@ -172,39 +271,29 @@ class StopAgreement:
         """Returns whether any rank got a signal after its last stop position; if so, all are interrupted.  Every rank calls it."""
         return self.ended_early(here=self._state.interrupted or bool(self.asked))
 
-    # -- for the watchdog thread -------------------------------------------------------------------------------------------------
+    # -- for the watchdog's thread -----------------------------------------------------------------------------------------------
 
     def poll(self, store: Store) -> None:
         """Polls the store once: publishes this rank's request, answers any rank's request, reads the answers."""
-        if self._settled.is_set():
+        if self.settled:
             return
         self._store = store
-        self._read_signals()
-        if not self._promised:
+        for reason in self.signals.arrived():
+            self.request(reason)
+        if self._watchdog.promise is None:
             if self.asked:
                 store.compare_set(_REQUEST, "", self.asked)
             if not store.check([_REQUEST]):
                 return
-            self.reason = store.get(_REQUEST).decode()
-            self.learned_at = time.monotonic()
-            if self.opening:
-                self.abandon()
-            self._publish(store, _BEFORE_FIRST_BATCH if self.abandoned else self._promise())
+            self._watchdog.reason = store.get(_REQUEST).decode()
+            self._watchdog.learned_at = time.monotonic()
+            early = self.phase in (Phase.OPENING, Phase.ABANDONED)
+            self._watchdog.promise = _BEFORE_FIRST_BATCH if early else self._promise()
+            self._publish(store, self._watchdog.promise)
         keys = [_promise_key(rank) for rank in range(self._strategy.world_size)]
         if store.check(keys):
-            promises = [_parsed(value) for value in store.multi_get(keys)]
-            self._stop_at = max(promises)
-            self.abandoned = self.abandoned or _BEFORE_FIRST_BATCH in promises
+            self._watchdog.promises = [_parsed(value) for value in store.multi_get(keys)]
             self._settled.set()
-
-    def _read_signals(self) -> None:
-        """Turns a signal into a request while its handler still waits for the main thread to return from compiled code."""
-        if self.signal_fd is None:
-            return
-        with contextlib.suppress(BlockingIOError):  # raised if no signal has arrived
-            for number in os.read(self.signal_fd, 64):
-                if number in self.handled and not self.abandoned:
-                    self.request(self.handled[number])
 
     def _promise(self) -> _Position:
         """Sets and returns a position where the main thread will hold, and that it cannot have passed.
@@ -226,7 +315,6 @@ class StopAgreement:
         return batches + 1, 1
 
     def _publish(self, store: Store, promise: _Position) -> None:
-        self._promised = True
         batches, evaluated = promise
         store.set(_promise_key(self._strategy.rank), f"{batches} {evaluated}")
 
@@ -239,14 +327,21 @@ class StopAgreement:
                 return position
 
     def leave(self, store: Store) -> None:
-        """Promises the position where this rank has ended, unless it has promised another one."""
-        if not self._promised:
+        """Publishes the position where this rank has ended, unless it has promised another one; the thread ends then."""
+        if self._watchdog.promise is None:
             self._publish(store, (self._state.batches_done, 0))
 
     def note_store_lost(self, why: str) -> None:
         """Notes that the store is gone with its owner process, and wakes a main thread that waits in :meth:`hold`."""
-        self.lost = why
+        self._watchdog.lost = why
         self._settled.set()
+
+    def interrupt_main_thread(self) -> None:
+        """Interrupts the main thread of an abandoned run, wherever it is, unless an exception ends it already."""
+        if not self.leaving:
+            self.signals.simulate()
+
+    # -- who has not answered ----------------------------------------------------------------------------------------------------
 
     def who_is_missing(self) -> str:
         """Returns the error message that names the ranks that have not answered."""
@@ -255,7 +350,7 @@ class StopAgreement:
             missing = ", ".join(map(str, self.missing(self._store)))
             why = f": no answer from rank {missing} within {ANSWER_SECONDS:g} s"
         return (
-            f"rank {self._strategy.rank} was asked to stop ({self.reason or self.asked}) and waited at micro-batch "
+            f"rank {self._strategy.rank} was asked to stop ({self.reason}) and waited at micro-batch "
             f"{self._state.batches_done} for the ranks to agree where{why}; see what ended or blocks them"
         )
 

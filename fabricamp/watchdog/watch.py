@@ -163,9 +163,7 @@ class Watchdog:
         first = list(itertools.islice(batches, 1))
         self._passes += 1
         # Once the ranks agree on a stop position, it does not depend on who waits here.
-        self._meet(
-            f"first batch/{self._passes}", self._check_failed_meanwhile, leaves=lambda: bool(self.agreement.reason)
-        )
+        self._meet(f"first batch/{self._passes}", self._check_failed_meanwhile, leaves=lambda: self.agreement.answered)
         yield first
         first.clear()  # keep no reference to the first batch for the rest of the epoch
         yield batches  # the loader's own iterator: later batches pass through no code of this method

@@ -242,6 +242,7 @@ def test_a_lost_store_ends_the_hold_at_once(monkeypatch):
     strategy.environment = Environment(world_size=2)
     monkeypatch.setattr("fabricamp.watchdog.watch._own_store", lambda *_: Lost())
     watchdog = Watchdog(RunState(), strategy)
+    watchdog.agreement.begin()
     watchdog.start()
     watchdog.agreement.request("interrupted")
     with pytest.raises(DistributedError, match=r"the store of the process group is gone \(connection reset\)"):
@@ -256,6 +257,7 @@ def single():
 
 def test_single_process_stops_at_once():
     state, agreement = single()
+    agreement.begin()
     state.batches_done = 3
     assert state.batches_done < state.hold_at
     agreement.request("SIGTERM")
@@ -280,7 +282,6 @@ def test_a_promise_that_the_main_thread_has_passed_is_made_anew():
     state = Racing()
     state.racing = 4
     agreement = StopAgreement(state, Strategy())
-    agreement.reason = "interrupted"
     assert agreement._promise() == (13, 1)
     assert (state.batches_done, state.hold_at, state.hold_evaluated) == (12, 13, 1)
 
