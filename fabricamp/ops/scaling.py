@@ -80,11 +80,11 @@ def finish(
 
     ``ending`` also ends the training step in the same launch, as :func:`update_scale` does with this rule and ``loss``.
     """
-    device = statistics.device
-    if runs_kernels(device):
+    run = state.finish_kernel
+    if run is not None:
         limit = -1.0 if max_norm is None else float(max_norm)
         rule = _NO_RULE if ending is None else ending.struct
-        kernel("finish", "finish", (), device)(
+        run(
             1, 1024, state.words,
             statistics, statistics.numel(), scale, float(divisor), limit, origin, int(sticky),
             rule, loss, int(ending is not None),

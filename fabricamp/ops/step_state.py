@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Mapping
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from fabricamp.ops.bridge import structure
+from fabricamp.ops.bridge import Kernel, kernel, runs_kernels, structure
 
 _FIELDS: Final = {field[0]: field[1] for field in structure("common.cuh", "StepState")._fields_}
 _NAMES: Final = tuple(_FIELDS)
@@ -67,6 +68,12 @@ class StepState:
         floats = words.view(torch.float32)
         for word, name in enumerate(_NAMES):
             setattr(self, name, (floats if _FIELDS[name] is ctypes.c_float else words)[word])
+
+    @functools.cached_property
+    def finish_kernel(self) -> Kernel | None:
+        """The kernel that finishes a step on this device; None where the reference does.  Looked up once: a step is short."""
+        device = self.words.device
+        return kernel("finish", "finish", (), device) if runs_kernels(device) else None
 
     @classmethod
     def on(cls, device: torch.device | str, *, scale: float = 1.0, hysteresis: int = 1) -> StepState:

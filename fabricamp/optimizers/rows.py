@@ -67,6 +67,8 @@ class DeviceParams:
         self._written = [
             parameter if copy is None else copy for parameter, copy in zip(parameters, copies, strict=True)
         ]
+        self._own_scale: Tensor | None = None
+        """The last scale, if it is on this device: nearly every step has the same one."""
         # For references (no table); a table records its own captures.
         self._captured = False
         self._holds_captured = False
@@ -117,7 +119,10 @@ class DeviceParams:
 
     def statistics(self, scale: Tensor, divisor: float) -> Tensor:
         """Returns sums of squares of the gradients divided by ``scale * divisor``; :attr:`entries` numbers."""
-        scale = scale.to(self.device, non_blocking=True)
+        if scale is not self._own_scale:
+            given = scale
+            scale = scale.to(self.device, non_blocking=True)
+            self._own_scale = scale if scale is given else None
         table = self.table
         if table is not None and table.shared is not None:
             return sum_squares(table, scale, divisor)

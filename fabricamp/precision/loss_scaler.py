@@ -210,9 +210,9 @@ class LossScaler:
         ops.update_scale(state, self._rule, loss=loss)
 
     def as_loss(self, loss: Tensor) -> Tensor:
-        """Returns ``loss`` as one fp32 number on the device, detached."""
+        """Returns ``loss`` as one fp32 number on the device, for a kernel or without gradients."""
         if loss.dtype is torch.float32 and loss.device == self.device:
-            return loss.detach()
+            return loss
         return loss.detach().to(self.device, torch.float32)
 
     def pending(self) -> list[StepStatus]:

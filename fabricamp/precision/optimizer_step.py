@@ -454,6 +454,9 @@ class ScaledStep(OptimizerStep):
         self._masters = scaling.masters
         self._skips = scaling.scaler is not None
         self._sticky = scaling.scaler is not None and scaling.scaler.sticky
+        self._no_grad = (
+            torch.no_grad()
+        )  # entered by kernels' steps alone, one at a time: as a decorator it is made in each step
         self._is_bare = False
         self._torch_clips = scaling.plain
         # Results of another class have to be called.  An update that reads the loss scale again must not find it moved.
@@ -469,8 +472,11 @@ class ScaledStep(OptimizerStep):
 
     # -- by kernels ----------------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def _launch(self, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
+        with self._no_grad:
+            self._launch_stages(gradients, clip, loss)
+
+    def _launch_stages(self, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
         """Launches statistics, finish and update; the kernels read the gradients where they are.
 
         ``.grad`` stays as it is, unless hooks may look there after the update: then one more launch unscales and clips it.
