@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from fabricamp._utils.types import Batch, Output, Step
     from fabricamp.compilation import Part
     from fabricamp.engine.session import Session
+    from fabricamp.module import TrainingModule
+    from fabricamp.precision.base import Precision
+    from fabricamp.strategies.base import Strategy
 
 _LOG = logging.getLogger("fabricamp")
 
@@ -106,7 +109,12 @@ class Compilation:
         """Chooses the part, and compiles it unless it is "step"; raises :class:`ConfigError` if it cannot be compiled."""
         session = self._session
         part = self._options.part if self._options is not None else None
-        reasons = {name: reason(session) for name, reason in _REASONS.items() if part in (None, name)}
+        against: dict[Part, Callable[[], str]] = {  # the largest part first
+            "step": partial(_against_step, session.module, session.strategy, session.precision),
+            "modules": partial(_against_modules, session.strategy),
+            "blocks": partial(_against_blocks, session.module),
+        }
+        reasons = {name: reason() for name, reason in against.items() if part in (None, name)}
         chosen = next((name for name, reason in reasons.items() if not reason), None)
         if chosen is None:
             raise ConfigError(f"compile{'' if part is None else f'={part!r}'}: {next(iter(reasons.values()))}")
@@ -224,30 +232,30 @@ def _compilers_of(root: nn.Module) -> dict[str, Any]:
 # -- what cannot be compiled -------------------------------------------------------------------------------------------------------
 
 
-def _against_step(session: Session) -> str:
-    if not session.module.automatic_optimization:
+def _against_step(module: TrainingModule, strategy: Strategy, precision: Precision) -> str:
+    if not module.automatic_optimization:
         return "manual optimization calls backward and updates within training_step; give compile='modules' or 'blocks'"
-    if session.strategy.name == "fsdp":
+    if strategy.name == "fsdp":
         return "strategy 'fsdp' gathers parameters in hooks, which break a compiled step; give compile='blocks'"
-    level: Any = getattr(session.precision, "level", None)
+    level: Any = getattr(precision, "level", None)
     casts = level is not None and not level.whole_step and (level.cast_model_type or level.cast_model_outputs)
     if casts:
         return (
-            f"precision {session.precision.name!r} casts at the modules that the step calls, and the casts stay outside of "
+            f"precision {precision.name!r} casts at the modules that the step calls, and the casts stay outside of "
             "compiled code; give compile='modules' or 'blocks'"
         )
     return ""
 
 
-def _against_modules(session: Session) -> str:
-    if session.strategy.name == "fsdp":
+def _against_modules(strategy: Strategy) -> str:
+    if strategy.name == "fsdp":
         return "strategy 'fsdp' gathers parameters within the modules that the step calls; give compile='blocks'"
     return ""
 
 
-def _against_blocks(session: Session) -> str:
-    name = type(session.module).__name__
-    blocks = repeated_blocks(session.module)
+def _against_blocks(module: nn.Module) -> str:
+    name = type(module).__name__
+    blocks = repeated_blocks(module)
     if not blocks:
         return (
             f"{name} has no repeated blocks (modules with submodules, and with a sibling of the same class, as in a ModuleList), "
@@ -265,12 +273,5 @@ def _against_blocks(session: Session) -> str:
 def _inner(block: nn.Module) -> list[nn.Module]:
     return [module for module in block.modules() if module is not block]
 
-
-_REASONS: dict[Part, Callable[[Session], str]] = {
-    "step": _against_step,
-    "modules": _against_modules,
-    "blocks": _against_blocks,
-}
-"""For each part, the largest first: a function that returns why a session cannot compile it."""
 
 _WORDS: dict[Part, str] = {"modules": "the modules that the step calls", "blocks": "the repeated blocks"}

@@ -11,7 +11,7 @@ import inspect
 import logging
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,8 +35,12 @@ from fabricamp.state import REQUEUES
 from fabricamp.watchdog import exit_code, hand_on, ignore_at_exit
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from fabricamp.engine.loop import TrainingLoop
+    from fabricamp.engine.report.run_summary import RunSummary
     from fabricamp.engine.session import Session
+    from fabricamp.metrics import Metrics
     from fabricamp.trainer import Trainer
 
 
@@ -55,8 +59,8 @@ _TRUE_NAMES = {torch.float64: "64-true", torch.float16: "16-true", torch.bfloat1
 
 
 @contextlib.contextmanager
-def reading_states(session: Session) -> Iterator[None]:
-    """Turns a key that an optimizer misses in a run that was resumed into a :class:`CheckpointError`.
+def reading_states(optimizers: Sequence[Optimizer], resumed_from: object) -> Iterator[None]:
+    """Turns a key that an optimizer misses in a run that was resumed, from a path or None, into a :class:`CheckpointError`.
 
     Files of other libraries and of earlier versions do not say whose state they hold.
     """
@@ -64,12 +68,12 @@ def reading_states(session: Session) -> Iterator[None]:
         yield
     except KeyError as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        stepping = [one for one in session.optimizers if any(frame.f_locals.get("self") is one for frame in frames)]
-        if not session.resumed or not stepping:
+        stepping = [one for one in optimizers if any(frame.f_locals.get("self") is one for frame in frames)]
+        if resumed_from is None or not stepping:
             raise
         name = type(stepping[0]).__name__
         raise CheckpointError(
-            f"{name} finds no {error} in the state that {session.trainer.ckpt_path} has for it: this is the state of another "
+            f"{name} finds no {error} in the state that {resumed_from} has for it: this is the state of another "
             f"optimizer, or of another version of {name}; return the one that wrote it, or begin a new run with the weights: "
             "load_from_checkpoint(...) and fit without ckpt_path"
         ) from error
@@ -138,47 +142,46 @@ def _release_after(session: Session, error: BaseException) -> None:
         record_early_failure(session, folder, error)
 
 
-def end_fit(trainer: Trainer, session: Session, loop: TrainingLoop) -> None:
+def end_fit(trainer: Trainer, loop: TrainingLoop, run_summary: RunSummary) -> None:
     """Ends a fit after its loop; an interrupted run gets ``on_exception``, and the resumed run calls the hooks at the end."""
-    state = trainer.state
-    agreement = session.agreement
+    parts = loop.parts
+    state = parts.state
+    agreement = parts.agreement
     if agreement.came_late():
-        call_all(session.hooks.callbacks("on_exception"), KeyboardInterrupt(state.stop_request.interruption))
+        call_all(parts.hooks.callbacks("on_exception"), KeyboardInterrupt(state.stop_request.interruption))
         return
     explanation = state.stop_request.explanation
     if explanation:
-        call_all(session.hooks.callbacks("on_exception"), NonFiniteError(explanation))
+        call_all(parts.hooks.callbacks("on_exception"), NonFiniteError(explanation))
         if trainer.is_global_zero:
             _LOG.warning("%s; checkpoint: %s", explanation, _last_checkpoint(trainer) or "none")
     loop.end()
-    if trainer.precision_plugin.verdicts is not None:
-        trainer.precision_plugin.verdicts.drain()
+    if parts.precision.verdicts is not None:
+        parts.precision.verdicts.drain()
     check_peers()
-    call_all(session.hooks("on_fit_end"))
+    call_all(parts.hooks("on_fit_end"))
     if trainer.is_global_zero and not explanation:
-        _tell_of_lost_weights(session)
+        _tell_of_lost_weights(parts.module, parts.metrics, parts.strategy.device)
     # A signal during these hooks, or non-finite gradients, are logged by a separate line.
     if not agreement.came_late() and not state.stop_request.explanation:
-        session.run_summary.end()
+        run_summary.end()
 
 
 @torch.no_grad()
-def _tell_of_lost_weights(session: Session) -> None:
+def _tell_of_lost_weights(module: nn.Module, metrics: Metrics, device: torch.device) -> None:
     """Warns of weights that are nan at the end of a fit whose loss was not told to be: it need not be logged."""
-    watch = session.metrics.watch
+    watch = metrics.watch
     if isinstance(watch, LossWatch) and watch.told:
         return
     trained = {
         name: part
-        for name, one in session.module.named_parameters()
+        for name, one in module.named_parameters()
         if one.requires_grad and (type(one) is nn.Parameter or is_shard(one))
         if (part := local(one.detach())).numel() and part.dtype in _REDUCED
     }
     if not trained:
         return
-    norms = torch.stack(
-        [norm.to(session.strategy.device, torch.float32) for norm in torch._foreach_norm([*trained.values()])]
-    )
+    norms = torch.stack([norm.to(device, torch.float32) for norm in torch._foreach_norm([*trained.values()])])
     lost = [name for name, is_nan in zip(trained, norms.isnan().tolist(), strict=True) if is_nan]
     if lost:
         _LOG.warning(

@@ -15,15 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fabricamp._utils.types import StateDict
-    from fabricamp.engine.session import Session
+    from fabricamp.strategies.base import Strategy
+    from fabricamp.trainer.arguments import Settings
 
 
 @contextlib.contextmanager
-def kernel_choice(session: Session) -> Iterator[None]:
+def kernel_choice(settings: Settings, strategy: Strategy) -> Iterator[None]:
     """A context for a run: if steps are captured, the choice counts GPU time alone, also in steps that run eagerly."""
     before = dispatch.settings.mode
-    settings = session.settings
-    strategy = session.strategy
     if settings.cuda_graph is not None and not reason_against(strategy.device.type, strategy, settings):
         set_kernel_choice("graph")
     try:

@@ -10,8 +10,10 @@ from fabricamp.errors import HyperparameterConflictError
 from fabricamp.loggers.run_folder import folder_of
 
 if TYPE_CHECKING:
-    from fabricamp.engine.session import Session
+    from fabricamp.data import DataModule
     from fabricamp.loggers.base import Logger
+    from fabricamp.loggers.logger_collection import LoggerCollection
+    from fabricamp.module import TrainingModule
     from fabricamp.trainer.properties import TrainerProperties
     from fabricamp.trainer.trainer import Trainer
 
@@ -33,17 +35,18 @@ def first_with_folder(trainer: TrainerProperties) -> Logger | None:
     return next((logger for logger in trainer.loggers if logger.log_dir is not None), None)
 
 
-def kept_of(session: Session) -> list[tuple[str, SavedHyperparameters]]:
+def kept_of(module: TrainingModule, datamodule: DataModule | None) -> list[tuple[str, SavedHyperparameters]]:
     """Returns the hyper-parameters of DataModule and module, if they have any, with the names of their classes."""
-    owners = [one for one in (session.source.datamodule, session.module) if one is not None]
+    owners = [one for one in (datamodule, module) if one is not None]
     return [(type(one).__name__, kept) for one in owners if (kept := saved_hyperparameters(one)).values]
 
 
-def log_hyperparams(session: Session) -> None:
-    """Logs the hyper-parameters; raises for values that no checkpoint could hold."""
+def log_hyperparams(
+    of_owners: list[tuple[str, SavedHyperparameters]], delivery: LoggerCollection, *, shows: bool
+) -> None:
+    """Logs the hyper-parameters from :func:`kept_of`, if ``shows``; raises for values that no checkpoint could hold."""
     logged: dict[str, Any] = {}
-    shows = session.settings.enable_autolog_hparams and bool(session.trainer.loggers)
-    for owner, kept in kept_of(session):
+    for owner, kept in of_owners:
         values = plain(kept.values, private=kept.private)
         # Raises before training, not at the first checkpoint.
         check_content(values, f"hyper-parameters of {owner}")
@@ -52,7 +55,7 @@ def log_hyperparams(session: Session) -> None:
                 _check_shared(owner, logged, values)
             logged |= values
     if logged and shows:
-        session.delivery.log_hyperparams(logged)
+        delivery.log_hyperparams(logged)
 
 
 def _check_shared(owner: str, logged: dict[str, Any], values: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from fabricamp.agenda import PassEnd
 from fabricamp.data import set_epoch
 from fabricamp.engine.entries import Deadline, Flush, Interruption, Stop, Validation
 from fabricamp.engine.report.time_spent import SlowData
+from fabricamp.engine.run_parts import RunParts
 from fabricamp.errors import ConfigError
 from fabricamp.habits import say_difference
 from fabricamp.hooks import call_all, call_hook
@@ -28,57 +29,31 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from torch.autograd.graph import GradientEdge
-    from torch.optim import Optimizer
 
     from fabricamp._utils.types import Batch, Loader, Step
     from fabricamp.data import Feed
     from fabricamp.engine.checks.monitors import MonitorLook
-    from fabricamp.engine.optimizer_setup import SchedulerConfig
-    from fabricamp.engine.report.time_spent import TimeSpent
-    from fabricamp.engine.saved.resume import ResumePoint
     from fabricamp.engine.update import Update
-    from fabricamp.hooks import Calls, Hooks
-    from fabricamp.metrics import Metrics
-    from fabricamp.module import TrainingModule
-    from fabricamp.precision.base import Precision
-    from fabricamp.precision.optimizer_step import OptimizerStep
-    from fabricamp.state import RunState
-    from fabricamp.strategies.base import Strategy
-    from fabricamp.trainer.arguments import Settings
-    from fabricamp.watchdog import LoopRequests, StopAgreement
+    from fabricamp.hooks import Calls
+    from fabricamp.watchdog import LoopRequests
 
 _LOG = logging.getLogger("fabricamp")
 
 
-@dataclass(slots=True, kw_only=True)
-class FitParts:
-    """The parts of a fit."""
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
+class FitParts(RunParts):
+    """The parts of a fit: those of its run, and what is there once its loaders and its step are."""
 
-    module: TrainingModule
-    state: RunState
-    strategy: Strategy
-    precision: Precision
-    metrics: Metrics
-    hooks: Hooks
-    agreement: StopAgreement
     requests: LoopRequests
     feed: Feed
     loader: Loader
     step: Step
-    optimizers: list[Optimizer]
-    optimizer_steps: list[OptimizerStep]
-    """The step of each optimizer."""
-    schedulers: list[SchedulerConfig]
-    settings: Settings
-    """The Trainer's settings; some of them may change during a fit."""
     length: float
     """The number of micro-batches of an epoch; inf if unknown."""
     validate: Callable[[], bool] | None
-    resume_point: ResumePoint
     together: Callable[[Iterable[Batch]], Iterator[Batch]]
     """Makes the ranks begin a pass over their batches together."""
     meet_at_end_of_data: Callable[[int], None]
-    time_spent: TimeSpent
     say: Callable[[str], None] | None
     """Logs a line; None where the run is silent."""
     monitors: MonitorLook | None

@@ -217,7 +217,7 @@ class Runner:
             deterministic_mode(self.settings.deterministic, benchmark=self.settings.benchmark),
             torch.autograd.set_detect_anomaly(True) if self.settings.detect_anomaly else contextlib.nullcontext(),
             contextlib.nullcontext() if self.settings.performance is None else self.settings.performance.mode(),
-            kernel_choice(session),
+            kernel_choice(session.settings, session.strategy),
             # Before loader workers start: they then leave Ctrl-C to this process.
             interrupts(session.agreement),
             releasing(self.trainer, session),
@@ -265,7 +265,9 @@ class Runner:
         given = None if ckpt_path is None else str(ckpt_path)
         path, checkpoint = resolve_checkpoint(self.trainer, given, weights_only=weights_only)
         if self.session is not None and self.session.fn is TrainerFn.FITTING:
-            path, checkpoint = join_groups(self.session, path, checkpoint, weights_only=weights_only)
+            path, checkpoint = join_groups(
+                self.session, self.session.save_checkpoint, path, checkpoint, weights_only=weights_only
+            )
         self.trainer.ckpt_path = path
         return path, checkpoint
 

@@ -8,6 +8,7 @@ choice of the update, the validation within fit, or :meth:`~Session.evaluate`; :
 from __future__ import annotations
 
 import logging
+from dataclasses import fields
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ from fabricamp.engine.report.profiling import profile_evaluation, profile_fit, p
 from fabricamp.engine.report.run_summary import RunSummary
 from fabricamp.engine.report.time_spent import TimeSpent
 from fabricamp.engine.run_context import DETACHED
+from fabricamp.engine.run_parts import RunParts
 from fabricamp.engine.saved.checkpoint_sections import CALLBACKS, POSITION, TRAINING, WEIGHTS_ONLY, record_of
 from fabricamp.engine.saved.resume import ResumePoint
 from fabricamp.engine.saved.world_change import keep_samples_of_a_step
@@ -73,13 +75,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
-    from torch.optim import Optimizer
 
     from fabricamp._utils.types import StateDict, Step
     from fabricamp.checkpoint.record import Record
     from fabricamp.data import Feed
     from fabricamp.engine.runner import Runner
-    from fabricamp.precision.optimizer_step import OptimizerStep
 
 
 _LOG = logging.getLogger("fabricamp")
@@ -91,31 +91,32 @@ LOADERS = {"validation": "val", "test": "test", "predict": "predict"}
 """The name of each kind's loaders, as in ``val_dataloader`` and ``limit_val_batches``."""
 
 
-class Session:
+class Session(RunParts):
     """The parts of one entry point's run on this process."""
 
     def __init__(self, runner: Runner, fn: TrainerFn, module: TrainingModule, source: GivenData) -> None:
         trainer = runner.trainer
-        settings = runner.settings
+        state = trainer.state
+        strategy = trainer.strategy
+        metrics = Metrics(state, strategy)
         self.trainer = trainer
         self.fn = fn
-        self.module = module
         self.source = source
-        self.settings = settings
-        self.strategy = trainer.strategy
-        self.precision = trainer.precision_plugin
         self.conversion = NOT_CONVERTED
-        self.metrics = Metrics(trainer.state, trainer.strategy)
         self.delivery = LoggerCollection(trainer.loggers if trainer.is_global_zero else ())
-        self.resume_point = ResumePoint(
-            module, trainer.state, self.metrics, trainer.strategy, self.delivery, trainer.callbacks
+        self.watchdog = Watchdog(state, strategy)
+        super().__init__(
+            module=module,
+            state=state,
+            strategy=strategy,
+            precision=trainer.precision_plugin,
+            metrics=metrics,
+            hooks=Hooks(trainer, module, trainer.callbacks),
+            settings=runner.settings,
+            agreement=self.watchdog.agreement,
+            resume_point=ResumePoint(module, state, metrics, strategy, self.delivery, trainer.callbacks),
+            time_spent=TimeSpent(),
         )
-        self.watchdog = Watchdog(trainer.state, trainer.strategy)
-        self.agreement = self.watchdog.agreement
-        self.optimizers: list[Optimizer] = []
-        self.optimizer_steps: list[OptimizerStep] = []
-        self.schedulers: list[SchedulerConfig] = []
-        self.hooks = Hooks(trainer, module, trainer.callbacks)
         self.checkpoint: StateDict | None = None
         self.trained = Trained()
         self.resumed = False
@@ -132,8 +133,7 @@ class Session:
         self.graphs = Graphs(self)
         self.compilation = Compilation(self)
         self.predicted: PredictionRecord | None = None
-        self.data = DataSource(source, module, self.strategy, self.precision, settings, trainer.state)
-        self.time_spent = TimeSpent()
+        self.data = DataSource(source, module, strategy, self.precision, self.settings, state)
         self.run_summary = RunSummary(self)
 
     @cached_property
@@ -150,7 +150,7 @@ class Session:
         fits = self.fn is TrainerFn.FITTING
         self.run_context = attach(self.module, self.source, self.trainer, metrics, fits=fits)
         self.strategy.attach(self)
-        self.metrics.sinks.append(partial(log_values, self.trainer.state, self.delivery))
+        self.metrics.sinks.append(partial(log_values, self.state, self.delivery))
 
     def open(self, ckpt_path: str | None, checkpoint: StateDict | None, *, weights_only: bool | None = None) -> None:
         """Sets up everything before ``on_fit_start``; ``checkpoint`` is the content of ``ckpt_path`` if it was read already.
@@ -173,7 +173,8 @@ class Session:
                 self.checkpoint = read_together(ckpt_path, self.strategy, weights_only=weights_only)
         with self.time_spent.part("model and optimizers"):
             self._build(ckpt_path)
-        log_hyperparams(self)
+        kept = kept_of(self.module, self.source.datamodule)
+        log_hyperparams(kept, self.delivery, shows=self.settings.enable_autolog_hparams and bool(self.trainer.loggers))
         if fits:
             self.delivery.begin(self.module)
 
@@ -223,11 +224,12 @@ class Session:
             before = set(self.module.modules())
             convert_syncbn_model(self.module)
             self._synchronised_norms = [layer for layer in self.module.modules() if layer not in before]
-        shard_module(self, filled_later=filled_later)
+        if self.strategy.sharding.shards:
+            self.run_summary.say(shard_module(self, self.trainer, filled_later=filled_later))
 
     def _hide_private_values(self) -> None:
         """Marks the loggers as private if hyper-parameters are; called before the loggers write or reopen a file."""
-        private = any(kept.logged and kept.private for _, kept in kept_of(self))
+        private = any(kept.logged and kept.private for _, kept in kept_of(self.module, self.source.datamodule))
         for logger in self.trainer.loggers:
             # A logger that has shown private values shows them in a later run too.
             logger.private = logger.private or private
@@ -267,7 +269,7 @@ class Session:
         check_optimizers(self.optimizers, module)
         check_optimization(self.optimizers, module, self.settings, self.strategy.world_size)
         self.optimizers[:] = self.strategy.setup_optimizers(self.optimizers)
-        state = self.trainer.state
+        state = self.state
         # The scaler of a second fit counts skipped steps from 0, so the sum of the fits before is kept beside it.
         skipped = self.trainer.skipped_steps
         state.skipped_before = 0
@@ -311,20 +313,20 @@ class Session:
             warn_of_oversights(self.module, self.optimizers, self.source.datamodule, self.trainer.callbacks)
         self.run_summary.begin()
         call_all(self.hooks("on_fit_start"))
-        if self.settings.num_sanity_val_steps and (self.checkpoint is None or self.trainer.state.batches_done == 0):
+        if self.settings.num_sanity_val_steps and (self.checkpoint is None or self.state.batches_done == 0):
             with self.time_spent.part("sanity check"):
                 self._sanity_check()
-        self.settings.begin_epoch(self.trainer.state.epoch)  # a resumed run knows its epoch only now
+        self.settings.begin_epoch(self.state.epoch)  # a resumed run knows its epoch only now
         self.data.renew()
         if self.settings.num_sanity_val_steps and self.trainer.enable_validation and self.data.defines("val"):
             # A new run has asked for these loaders in its sanity check.  A resumed run asks here, so that every run asks for them
             # first, and with the RNG state that the sanity check of the cut run had.
             with isolate_rng():
                 self.data.evaluation_loaders("val")
-        if self.trainer.state.epoch and self.checkpoint is None:
+        if self.state.epoch and self.checkpoint is None:
             # In a second fit Lightning begins a pass here and drops it; this consumes random numbers before the orders that follow.
             draw_a_pass(self.data.train_loader)
-            self.resume_point.reloaded = self.trainer.state.epoch
+            self.resume_point.reloaded = self.state.epoch
         parts = self._fit_parts()
         update = self._update(parts)
         self.resume_point.begin(parts.feed, update)
@@ -336,7 +338,7 @@ class Session:
         self._say_differences()
         loop = TrainingLoop(parts, update)
         self.validation_follows = loop.validation_follows
-        return profile_fit(self, loop)
+        return profile_fit(self.trainer, self.run_context, loop)
 
     def _say_differences(self) -> None:
         """Logs what gives other results than Lightning, in a program written for it."""
@@ -355,29 +357,18 @@ class Session:
         )
         monitors = None
         if self.trainer.is_global_zero and not self.run_summary.is_trial:
-            monitors = MonitorLook(self, validates=evaluate, of_validation=self._sanity_names)
+            monitors = MonitorLook(self, self.trainer.callbacks, validates=evaluate, of_validation=self._sanity_names)
+        shared = {one.name: getattr(self, one.name) for one in fields(RunParts)}
         return FitParts(
-            module=self.module,
-            state=self.trainer.state,
-            strategy=self.strategy,
-            precision=self.precision,
-            metrics=self.metrics,
-            hooks=self.hooks,
-            agreement=self.agreement,
+            **shared,
             requests=self.watchdog.requests,
             feed=self._train_feed(),
             loader=self.data.train_loader,
             step=self.step,
-            optimizers=self.optimizers,
-            optimizer_steps=self.optimizer_steps,
-            schedulers=self.schedulers,
-            settings=self.settings,
             length=length,
             validate=self._validate if evaluate else None,
-            resume_point=self.resume_point,
             together=self.watchdog.together,
             meet_at_end_of_data=self.watchdog.meet_at_end_of_data,
-            time_spent=self.time_spent,
             say=self.run_summary.say if self.run_summary.speaks_of_time else None,
             monitors=monitors,
             renew=self._renew,
@@ -399,10 +390,10 @@ class Session:
 
     def _renew(self, parts: FitParts) -> None:
         """Called before an epoch: sets its ``accumulate_grad_batches``, and its loaders if the epoch reloads them."""
-        self.settings.begin_epoch(self.trainer.state.epoch)
+        self.settings.begin_epoch(self.state.epoch)
         if self.data.renew():
             self._use_new_loaders(parts)
-        state = self.trainer.state
+        state = self.state
         if self.data.reloads and state.batch_idx == 0 and self.resume_point.reloaded != state.epoch:
             # Lightning begins a pass over new loaders and drops it, before start hooks and the epoch's order consume random
             # numbers. A resumed epoch that had begun has made this pass already.
@@ -470,7 +461,7 @@ class Session:
     # -- evaluation, within fit and as an entry point ----------------------------------------------------------------------------
 
     def _sanity_check(self) -> None:
-        state = self.trainer.state
+        state = self.state
         if not (self.trainer.enable_validation and self.data.defines("val")):
             return
         state.stage = RunningStage.SANITY_CHECKING
@@ -497,25 +488,25 @@ class Session:
         loop, feeds = self._validation
         if self.data.validates_on_training:
             for loader in self.data.evaluation_loaders("val"):
-                set_epoch(loader, self.trainer.state.epoch)  # per-sample seeds are those of training
+                set_epoch(loader, self.state.epoch)  # per-sample seeds are those of training
         else:
             self._set_epoch_of("val")
         self.metrics.clear_evaluation()
         self.resume_point.begin_validation()
-        self.trainer.state.stage = RunningStage.VALIDATING
+        self.state.stage = RunningStage.VALIDATING
         self.strategy.share_buffers(self.module)
         try:
             loop.run(feeds)
         finally:
-            self.trainer.state.stage = RunningStage.TRAINING
+            self.state.stage = RunningStage.TRAINING
         self.resume_point.end_validation(cut_short=loop.cut_short)
-        self.trainer.state.validations += not loop.cut_short
+        self.state.validations += not loop.cut_short
         return loop.cut_short
 
     def _set_epoch_of(self, name: str) -> None:
         """Sets the training epoch in the samplers of an evaluation's loaders: a ``DistributedSampler`` shuffles by it."""
         for loader in self.data.evaluation_loaders(name):
-            set_sampler_epoch(loader, self.trainer.state.epoch)
+            set_sampler_epoch(loader, self.state.epoch)
 
     def evaluation_loop(self, kind: str) -> tuple[EvaluationLoop, list[Feed]]:
         """Returns the loop for ``kind`` ("validation", "test" or "predict") and its feeds."""
@@ -531,7 +522,7 @@ class Session:
             kind,
             module=self.module,
             precision=self.precision,
-            state=self.trainer.state,
+            state=self.state,
             metrics=self.metrics,
             hooks=self.hooks,
             agreement=self.agreement,
@@ -542,7 +533,7 @@ class Session:
             tell_of_empty=partial(self._tell_of_empty, kind, len(loaders)),
         )
         loop.forward = self.graphs.evaluation(kind, loop.forward)
-        begun = self.resumed and self.trainer.state.validations > 0
+        begun = self.resumed and self.state.validations > 0
         feeds = [
             self.data.feed(loader, length, index, begun=begun)
             for index, (loader, length) in enumerate(zip(loaders, lengths, strict=True))
@@ -576,7 +567,7 @@ class Session:
         self._set_epoch_of(LOADERS[kind])
         outputs = loop.run(feeds, keep=keep)
         check_peers()  # raises if anything was computed without one of the ranks
-        if self.trainer.state.interrupted:
+        if self.state.interrupted:
             return None if self.fn is TrainerFn.PREDICTING else []
         if self.fn is TrainerFn.PREDICTING:
             if not keep:
@@ -612,7 +603,7 @@ class Session:
         trainable_only: bool,
         write: Callable[[str, StateDict], None] | None,
     ) -> None:
-        check_saving(self)
+        check_saving(self.state, self.strategy, closed=self.closed)
         check_peers()  # raises if anything was computed without one of the ranks
         checkpoint = self.record.save(*(WEIGHTS_ONLY if weights_only else ()))
         call_all(self.hooks.callbacks("on_save_checkpoint"), checkpoint)
@@ -625,7 +616,7 @@ class Session:
             checkpoint = self._with_objects_pickled(checkpoint)
 
         if write is None:
-            self.strategy.on_rank_zero(lambda: self.delivery.barrier(self.trainer.state.global_step))
+            self.strategy.on_rank_zero(lambda: self.delivery.barrier(self.state.global_step))
             write_together(filepath, checkpoint, self.strategy)
         else:
             form_of(self.strategy).on_writers(self.strategy, lambda: write(filepath, checkpoint))
@@ -653,7 +644,7 @@ class Session:
         self.closed = True
         self.watchdog.close()
         if self.fn is TrainerFn.FITTING:  # a hook of a fit may validate, test or predict: the fit goes on
-            self.trainer.state.agenda.end()
+            self.state.agenda.end()
         self.graphs.close(failed=failed)
         self.data.close()
         if failed:
@@ -674,7 +665,7 @@ class Session:
         give_back(self._channels_last)
         if not failed:
             # An interrupted process has little time left, and a checkpoint: it does not gather full weights.
-            self.strategy.sharding.unshard_module(self.module, whole=not self.trainer.state.interrupted)
+            self.strategy.sharding.unshard_module(self.module, whole=not self.state.interrupted)
         revert_syncbn_model(self.module, self._synchronised_norms)
         if not failed:
             self.metrics.close()

@@ -26,64 +26,66 @@ from fabricamp.state import TrainerFn
 from fabricamp.torch_private import AnyBatchNorm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import nn
 
+    from fabricamp._utils.types import Loader
     from fabricamp.callbacks.base import Callback
+    from fabricamp.engine.run_parts import RunParts
     from fabricamp.engine.session import Session
+    from fabricamp.precision.base import Precision
 
 
 def say_differences(session: Session) -> None:
     """Logs the lines that apply to this run, each once; called when loaders, optimizers and the resume point are known."""
-    lines = [*_of_processes(session), *_of_evaluation(session)]
+    callbacks = session.trainer.callbacks
+    lines = [*_of_processes(session.fn, session.strategy.world_size)]
+    if session.fn is not TrainerFn.FITTING and session.checkpoint is not None:
+        lines += _of_loaded_evaluation(callbacks)
     if session.fn is TrainerFn.FITTING:
-        lines += [*_of_optimization(session), *_of_data(session)]
-        for callback in session.trainer.callbacks:
-            lines += _of_callback(callback, session)
+        lines += [*_of_optimization(session, session.trainer.precision, resumed=session.resumed)]
+        lines += [*_of_data(session.data.train_loader)]
+        for callback in callbacks:
+            lines += _of_callback(callback, session, resumed=session.resumed)
     for line in lines:
         say_difference(line)
 
 
-def _of_processes(session: Session) -> Iterator[str]:
-    if session.strategy.world_size == 1:
+def _of_processes(fn: TrainerFn, world_size: int) -> Iterator[str]:
+    if world_size == 1:
         return
     yield (
         "several processes: an epoch's values, checkpoints by steps and plateau schedules use the values of all ranks, also "
         "without sync_dist, and an evaluation uses each sample once; Lightning uses a rank's own values, and some samples twice"
     )
-    if session.fn is TrainerFn.PREDICTING:
+    if fn is TrainerFn.PREDICTING:
         yield "predict returns the predictions of all ranks, in the order of the samples; Lightning returns a rank's own"
 
 
-def _of_evaluation(session: Session) -> Iterator[str]:
-    is_evaluation = session.fn is not TrainerFn.FITTING
-    if is_evaluation and session.checkpoint is not None and any(_model_checkpoints(session)):
+def _of_loaded_evaluation(callbacks: Sequence[Callback]) -> Iterator[str]:
+    if any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
         yield "ModelCheckpoint keeps the paths and scores of this training; Lightning takes those in the checkpoint that is loaded"
 
 
-def _model_checkpoints(session: Session) -> list[ModelCheckpoint]:
-    return [callback for callback in session.trainer.callbacks if isinstance(callback, ModelCheckpoint)]
-
-
-def _of_optimization(session: Session) -> Iterator[str]:
-    module = session.module
-    if not module.automatic_optimization and len(session.optimizers) > 1:
-        yield _of_counts(len(session.optimizers), session.settings.max_steps)
+def _of_optimization(parts: RunParts, precision: str, *, resumed: bool) -> Iterator[str]:
+    module = parts.module
+    if not module.automatic_optimization and len(parts.optimizers) > 1:
+        yield _of_counts(len(parts.optimizers), parts.settings.max_steps)
     if module.automatic_optimization and overrides(module, "optimizer_step", TrainingModule):
         yield (
             f"{type(module).__name__}.optimizer_step is called after training_step and backward; in Lightning its closure runs "
             "them, so values logged in training_step are those before it"
         )
-    if session.settings.overfit_batches:
+    if parts.settings.overfit_batches:
         yield "overfit_batches validates on the batches that it trains on; Lightning takes those of the validation loader"
-    if session.resumed:
+    if resumed:
         yield (
             "the resumed run goes on as if it had not been cut: at its next batch, with its shuffling and random numbers; "
             "Lightning begins the epoch's data and the random numbers anew"
         )
-    if session.trainer.precision in ("bf16-true", "16-true"):
-        yield f"{session.trainer.precision}: after the run the module is fp32 again; in Lightning it stays half"
+    if precision in ("bf16-true", "16-true"):
+        yield f"{precision}: after the run the module is fp32 again; in Lightning it stays half"
 
 
 def _of_counts(optimizers: int, max_steps: int) -> str:
@@ -100,8 +102,8 @@ def _of_counts(optimizers: int, max_steps: int) -> str:
     )
 
 
-def _of_data(session: Session) -> Iterator[str]:
-    loaders = [one for one in leaves_of(session.data.train_loader) if isinstance(one, DataLoader)]
+def _of_data(train_loader: Loader) -> Iterator[str]:
+    loaders = [one for one in leaves_of(train_loader) if isinstance(one, DataLoader)]
     if generators_of([one for one in loaders if not one.num_workers]):
         yield (
             "a loader's or sampler's generator gives the orders of a plain loop over the loader; Lightning draws one pass more "
@@ -111,31 +113,31 @@ def _of_data(session: Session) -> Iterator[str]:
         yield "workers have other random numbers in each epoch and loader; in Lightning torch's are the same in each"
 
 
-def _of_callback(callback: Callback, session: Session) -> Iterator[str]:
+def _of_callback(callback: Callback, parts: RunParts, *, resumed: bool) -> Iterator[str]:
     name = type(callback).__name__
-    if isinstance(callback, LearningRateMonitor) and session.settings.accumulates:
+    if isinstance(callback, LearningRateMonitor) and parts.settings.accumulates:
         yield f"{name} logs one row for each step; Lightning logs one for each batch that is accumulated"
-    if isinstance(callback, BaseFinetuning) and session.resumed:
+    if isinstance(callback, BaseFinetuning) and resumed:
         yield f"{name}: the resumed run trains the parameters that were unfrozen; Lightning freezes them again"
     if isinstance(callback, WeightAveraging):
-        yield from _of_weight_averaging(callback, session)
-    if isinstance(callback, StochasticWeightAveraging) and _has_batch_norm(session.module):
+        yield from _of_weight_averaging(callback, parts.module, parts.precision)
+    if isinstance(callback, StochasticWeightAveraging) and _has_batch_norm(parts.module):
         yield f"{name} computes BatchNorm's statistics without an epoch of its own; Lightning's epoch for it also logs"
     if isinstance(callback, ModelCheckpoint):
         yield from _of_checkpoint(callback)
 
 
-def _of_weight_averaging(callback: WeightAveraging, session: Session) -> Iterator[str]:
+def _of_weight_averaging(callback: WeightAveraging, module: TrainingModule, precision: Precision) -> Iterator[str]:
     name = type(callback).__name__
     if not callback.should_update(step_idx=0):
         yield f"{name}: before the first average, the present weights are validated and saved; Lightning takes the initial ones"
-    averaged = callback.averaged_buffers(session.module)
-    if callback.averages_buffers and any(buffer not in averaged for buffer, _ in session.module.named_buffers()):
+    averaged = callback.averaged_buffers(module)
+    if callback.averages_buffers and any(buffer not in averaged for buffer, _ in module.named_buffers()):
         yield (
             f"{name}: buffers other than running statistics are the module's; Lightning averages them, and truncates integers "
             "(use_buffers=True: floating-point buffers are averaged)"
         )
-    if session.precision.verdicts is not None:
+    if precision.verdicts is not None:
         yield f"{name}: a step that is skipped for overflow is not averaged; in Lightning it is"
 
 

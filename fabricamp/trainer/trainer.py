@@ -412,9 +412,10 @@ class Trainer(TrainerProperties):
                     session.open(*runner.resolve(ckpt_path, weights_only=weights_only), weights_only=weights_only)
                     if fn is TrainerFn.FITTING:
                         loop = session.fit_loop()
-                        with recorded(session), reading_states(session):
+                        resumed_from = self.ckpt_path if session.resumed else None
+                        with recorded(session), reading_states(session.optimizers, resumed_from):
                             loop.run()
-                            end_fit(self, session, loop)
+                            end_fit(self, loop, session.run_summary)
                     else:
                         result = recorded_evaluation(session, options)
         leave_interrupted(self)

@@ -15,9 +15,11 @@ from fabricamp.tuner.trials import leaving_no_trace, train
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch.optim import Optimizer
+
     from fabricamp._utils.types import AnyBatch, AnyOutput, ParamGroup
     from fabricamp.callbacks.lr_finder import LearningRateFinder
-    from fabricamp.engine.session import Session
+    from fabricamp.engine.run_parts import RunParts
     from fabricamp.engine.source import GivenData
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
@@ -157,10 +159,10 @@ def lr_find(trainer: Trainer, options: LearningRateFinder, module: TrainingModul
     """Runs the search on this process and the other ranks, restores the module, and returns the result."""
     sweep = _Sweep(_rates(options), options.early_stop_threshold)
 
-    def prepare(session: Session) -> None:
-        _check_optimizers(session)
-        session.schedulers.clear()
-        sweep.groups = session.optimizers[0].param_groups
+    def prepare(parts: RunParts) -> None:
+        _check_optimizers(parts.module, parts.optimizers)
+        parts.schedulers.clear()
+        sweep.groups = parts.optimizers[0].param_groups
 
     with leaving_no_trace(trainer, module, sweep):
         train(trainer, module, source, options.num_training_steps, prepare=prepare, within=_until_not_finite)
@@ -179,10 +181,10 @@ def _rates(options: LearningRateFinder) -> list[float]:
     return [first * (last / first) ** share for share in shares]
 
 
-def _check_optimizers(session: Session) -> None:
-    name = type(session.module).__name__
-    count = len(session.optimizers)
-    if not session.module.automatic_optimization:
+def _check_optimizers(module: TrainingModule, optimizers: Sequence[Optimizer]) -> None:
+    name = type(module).__name__
+    count = len(optimizers)
+    if not module.automatic_optimization:
         raise ConfigError(
             f"lr_find sets the rate of the steps that the Trainer makes, but {name} has automatic_optimization=False; try a few "
             "rates in fits of a few steps each"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fabricamp.callbacks.base import Callback
+    from fabricamp.engine.run_parts import RunParts
     from fabricamp.engine.session import Session
     from fabricamp.engine.source import GivenData
     from fabricamp.module import TrainingModule
@@ -45,10 +46,10 @@ def train(
     source: GivenData,
     steps: int,
     *,
-    prepare: Callable[[Session], None] | None = None,
+    prepare: Callable[[RunParts], None] | None = None,
     within: Guard,
 ) -> None:
-    """Trains ``steps`` updates from the beginning; ``prepare`` gets the session once the optimizers exist."""
+    """Trains ``steps`` updates from the beginning; ``prepare`` gets the run's parts once the optimizers exist."""
     with _session(trainer, module, source) as session, isolate(generators_of(leaves_of(session.data.train_loader))):
         if prepare is not None:
             prepare(session)

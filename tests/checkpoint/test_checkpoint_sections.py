@@ -158,3 +158,13 @@ def test_a_resume_makes_one_record_and_converts_the_file_once(tmp_path):
     assert saved["optimizer_states"][0]["state"]
     assert saved["lr_schedulers"][0]["last_epoch"] == 2
     assert {value.dtype for value in saved["state_dict"].values()} == {torch.float32}
+
+
+def test_the_record_saves_the_counters_that_a_reset_has_replaced(tmp_path):
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(Classifier(), loader(8))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer.reset()
+    trainer.save_checkpoint(tmp_path / "b.ckpt")
+    steps = [torch.load(tmp_path / name, weights_only=True)["global_step"] for name in ("a.ckpt", "b.ckpt")]
+    assert steps == [2, 0]

@@ -13,10 +13,10 @@ from fabricamp.engine.checks.model_checks import strings_in
 from fabricamp.module import TrainingModule
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
 
     from fabricamp.agenda import PassEnd
-    from fabricamp.engine.session import Session
+    from fabricamp.engine.run_parts import RunParts
 
 _LOG = logging.getLogger("fabricamp")
 
@@ -32,7 +32,8 @@ class MonitorLook(Entry):
     A name that the code of the module or of a callback of the user has as a string may still be logged, and is not told of.
 
     Args:
-        session: the fit.
+        parts: those of the fit.
+        callbacks: the Trainer's.
         validates: whether the fit has a validation.
         of_validation: the names that the sanity check has logged; None if there was none: then a validation has to come first.
     """
@@ -40,9 +41,17 @@ class MonitorLook(Entry):
     at_every_look = True
     """It acts after the first validation too, which may come before the sanity check's names are known."""
 
-    def __init__(self, session: Session, *, validates: bool, of_validation: Collection[str] | None) -> None:
-        self._session = session
-        self._state = session.trainer.state
+    def __init__(
+        self,
+        parts: RunParts,
+        callbacks: Sequence[Callback],
+        *,
+        validates: bool,
+        of_validation: Collection[str] | None,
+    ) -> None:
+        self._parts = parts
+        self._callbacks = callbacks
+        self._state = parts.state
         self._validates = validates
         self._of_validation = of_validation
         self._validations = self._state.validations
@@ -65,7 +74,7 @@ class MonitorLook(Entry):
         return validated or not self._validates
 
     def _tell(self) -> None:
-        logged = {*self._session.metrics.known_names(), *(self._of_validation or ())}
+        logged = {*self._parts.metrics.known_names(), *(self._of_validation or ())}
         missing = [(what, name) for what, name in self._monitored() if name not in logged]
         if not missing:
             return
@@ -76,16 +85,16 @@ class MonitorLook(Entry):
 
     def _monitored(self) -> Iterator[tuple[str, str]]:
         """Yields who monitors, and the name."""
-        for callback in self._session.trainer.callbacks:
+        for callback in self._callbacks:
             name = getattr(callback, "monitor", None)
             always = isinstance(callback, Checkpoint) and name in _ALWAYS
             if decides_by_metrics(callback) and isinstance(name, str) and not always:
                 yield f"{type(callback).__name__}(monitor={name!r})", name
-        if self._session.module.automatic_optimization:
-            for config in self._session.schedulers:
+        if self._parts.module.automatic_optimization:
+            for config in self._parts.schedulers:
                 if config.reduce_on_plateau and config.monitor is not None:
                     yield f"{type(config.scheduler).__name__} with monitor={config.monitor!r}", str(config.monitor)
 
     def _strings(self) -> set[str]:
-        module = strings_in(self._session.module, TrainingModule, without=_NAME_MONITORS)
-        return module.union(*(strings_in(one, Callback) for one in self._session.trainer.callbacks))
+        module = strings_in(self._parts.module, TrainingModule, without=_NAME_MONITORS)
+        return module.union(*(strings_in(one, Callback) for one in self._callbacks))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fabricamp.data import Feed
     from fabricamp.engine.evaluation import EvaluationLoop
     from fabricamp.engine.loop import TrainingLoop
-    from fabricamp.engine.session import Session
+    from fabricamp.engine.run_context import RunContext
     from fabricamp.module import TrainingModule
     from fabricamp.profilers.profiler import Profiler
     from fabricamp.state import TrainerFn
@@ -59,9 +59,9 @@ def reported(trainer: Trainer, fn: TrainerFn, module: TrainingModule) -> Iterato
     profiler.describe()
 
 
-def profile_fit(session: Session, loop: TrainingLoop) -> TrainingLoop:
+def profile_fit(trainer: Trainer, run_context: RunContext, loop: TrainingLoop) -> TrainingLoop:
     """Returns the loop; with a profiler, methods of the loop and its parts are wrapped as actions, on these objects only."""
-    profiler = profiler_of(session.trainer)
+    profiler = profiler_of(trainer)
     if profiler is None:
         return loop
     update = loop.update
@@ -87,7 +87,6 @@ def profile_fit(session: Session, loop: TrainingLoop) -> TrainingLoop:
     bound = update._hooks
     backward = profiled(profiler, f"{strategy}.backward", bound.backward)
     changed._hooks = dataclasses.replace(bound, backward=backward)
-    run_context = session.run_context
     if run_context.manual_backward is not None:
         run_context.manual_backward = profiled(profiler, f"{strategy}.backward", run_context.manual_backward)
         for one in run_context.optimizers:

@@ -30,8 +30,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from fabricamp._utils.types import StateDict
+    from fabricamp.engine.report.run_summary import RunSummary
     from fabricamp.engine.session import Session
+    from fabricamp.state import RunState
     from fabricamp.trainer import Trainer
+    from fabricamp.watchdog import StopAgreement
 
 NAME = "run.json"
 EVALUATIONS = {fn.value: f"run_{fn}.json" for fn in TrainerFn if fn is not TrainerFn.FITTING}
@@ -56,7 +59,7 @@ def recorded(session: Session) -> Iterator[None]:
         if file.exists():  # of an earlier fit in this folder
             number = 1 + sum(1 for _ in folder.glob("run-*.json"))
             file.rename(folder / f"run-{number}.json")
-        _write(session, folder, beginning)
+        _write(session.trainer, folder, beginning)
         content = beginning
     error: BaseException | None = None
     try:
@@ -67,7 +70,8 @@ def recorded(session: Session) -> Iterator[None]:
     finally:
         with _never_an_error():
             if content:
-                _write(session, folder, {**content, **_end(session, error)})
+                status = _status(session.state, session.agreement, error)
+                _write(session.trainer, folder, {**content, **_end(session.trainer, session.run_summary, *status)})
 
 
 def record_early_failure(session: Session, folder: Path | None, error: BaseException) -> None:
@@ -78,7 +82,9 @@ def record_early_failure(session: Session, folder: Path | None, error: BaseExcep
     if session.fn is not TrainerFn.FITTING or folder is None or not folder.is_dir() or (folder / NAME).exists():
         return
     with _never_an_error():
-        _write(session, folder, {**_beginning(session, folder), **_end(session, error)})
+        status = _status(session.state, session.agreement, error)
+        ending = _end(session.trainer, session.run_summary, *status)
+        _write(session.trainer, folder, {**_beginning(session, folder), **ending})
 
 
 def recorded_evaluation(session: Session, options: Mapping[str, bool]) -> Any:
@@ -95,8 +101,9 @@ def recorded_evaluation(session: Session, options: Mapping[str, bool]) -> Any:
         with _never_an_error():
             folder = folder_to_record_in(session.trainer)
             if folder is not None and folder.is_dir():
-                content = _evaluation(session, folder, result, error)
-                _write(session, folder, {"started": started, **content}, EVALUATIONS[session.fn])
+                status = _status(session.state, session.agreement, error)
+                content = _evaluation(session.trainer, session.fn, folder, result, *status)
+                _write(session.trainer, folder, {"started": started, **content}, EVALUATIONS[session.fn])
     return result
 
 
@@ -132,9 +139,9 @@ def _others(trainer: Trainer, folder: Path) -> list[str]:
     return [os.path.relpath(one, folder) for one in _log_folders(trainer) if one != folder]
 
 
-def _write(session: Session, folder: Path, content: StateDict, name: str = NAME) -> None:
+def _write(trainer: Trainer, folder: Path, content: StateDict, name: str = NAME) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    private = any(logger.private for logger in session.trainer.loggers)
+    private = any(logger.private for logger in trainer.loggers)
     text = json.dumps(_as_json(content), indent=1, ensure_ascii=False, allow_nan=False)
     replace_text(folder / name, text + "\n", private=private)
 
@@ -143,7 +150,7 @@ def _beginning(session: Session, folder: Path) -> StateDict:
     trainer = session.trainer
     module = session.module
     hyperparameters: dict[str, Any] = {}
-    for _, kept in kept_of(session):
+    for _, kept in kept_of(module, session.source.datamodule):
         if kept.logged and session.settings.enable_autolog_hparams:
             hyperparameters |= plain(kept.values, private=kept.private)
     return {
@@ -175,17 +182,16 @@ def _beginning(session: Session, folder: Path) -> StateDict:
     }
 
 
-def _end(session: Session, error: BaseException | None) -> StateDict:
-    state = session.trainer.state
-    status, reason = _status(session, error)
+def _end(trainer: Trainer, run_summary: RunSummary, status: str, reason: str) -> StateDict:
+    state = trainer.state
     best = {
         callback.monitor: float(callback.best_model_score)
-        for callback in model_checkpoints(session.trainer)
+        for callback in model_checkpoints(trainer)
         if callback.monitor is not None and callback.best_model_score is not None
     }
     return {
         "status": status,
-        "reason": reason or session.run_summary.reason(),
+        "reason": reason or run_summary.reason(),
         "ended": _now(),
         "step": state.global_step,
         "epoch": state.epoch,
@@ -193,19 +199,18 @@ def _end(session: Session, error: BaseException | None) -> StateDict:
     }
 
 
-def _evaluation(session: Session, folder: Path, result: Any, error: BaseException | None) -> StateDict:
-    ckpt_path = session.trainer.ckpt_path
+def _evaluation(trainer: Trainer, fn: TrainerFn, folder: Path, result: Any, status: str, reason: str) -> StateDict:
+    ckpt_path = trainer.ckpt_path
     run = None if ckpt_path is None else _run_of(Path(ckpt_path))
-    status, reason = _status(session, error)
-    metrics = [] if session.fn is TrainerFn.PREDICTING else result or []
+    metrics = [] if fn is TrainerFn.PREDICTING else result or []
     return {
-        "fn": session.fn.value,
+        "fn": fn.value,
         "status": status,
         "reason": reason,
         "ended": _now(),
         "command": masked(sys.orig_argv),
         "folder": str(Path.cwd()),
-        "other_log_folders": _others(session.trainer, folder),
+        "other_log_folders": _others(trainer, folder),
         "ckpt_path": hidden(ckpt_path),
         "run": None if run is None else os.path.relpath(run, folder),
         "metrics": {name: value for of_loader in metrics for name, value in of_loader.items()},
@@ -217,11 +222,11 @@ def _run_of(checkpoint: Path) -> Path | None:
     return next((folder for folder in checkpoint.absolute().parents if (folder / NAME).is_file()), None)
 
 
-def _status(session: Session, error: BaseException | None) -> tuple[str, str]:
+def _status(state: RunState, agreement: StopAgreement, error: BaseException | None) -> tuple[str, str]:
     """Returns the status and its reason; no reason if the function came to its end."""
-    interruption = session.trainer.state.stop_request.interruption
-    if session.agreement.abandoned and not interruption:
-        interruption = session.agreement.reason
+    interruption = state.stop_request.interruption
+    if agreement.abandoned and not interruption:
+        interruption = agreement.reason
     if interruption or isinstance(error, KeyboardInterrupt):
         return "interrupted", interruption or "interrupted"
     if error is not None:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from fabricamp.engine.session import Session
     from fabricamp.engine.source import DataSource
     from fabricamp.module import TrainingModule
-    from fabricamp.state import RunState
     from fabricamp.trainer import Trainer
     from fabricamp.trainer.arguments import Settings
 
@@ -48,8 +47,8 @@ def record_of(session: Session) -> Record:
                 objects=session.settings.checkpoint_objects,
                 trained=session.trained,
             ),
-            Counters(session.trainer.state, resume_point.accumulation, session.settings, session.module, session.data),
-            StepSizes(session),
+            Counters(session.trainer, resume_point.accumulation, session.settings, session.module, session.data),
+            StepSizes(session.settings, session.strategy, session.data),
             Optimizers(session.optimizers, session.module),
             Schedules(session.schedulers),
             Part("precision", "amp", session.precision),
@@ -69,7 +68,8 @@ class Counters(Section):
 
     name = "counters"
 
-    state: RunState
+    trainer: Trainer
+    """Its state is that of the run, unless ``Trainer.reset`` has replaced it since."""
     accumulation: AccumulationState
     settings: Settings
     module: TrainingModule
@@ -77,7 +77,7 @@ class Counters(Section):
 
     def save(self) -> StateDict:
         """Returns the counters of a run resumed from here; ``epoch`` is the running epoch, as in Lightning's files."""
-        state = self.state
+        state = self.trainer.state
         repeated = self.accumulation.repeated_batches()
         # In the end hooks of a validation within fit all its batches are done, so a resumed run does not repeat the validation.
         validation_ends = state.validating_in_fit and state.user_call.scope is Scope.NOWHERE
@@ -117,7 +117,7 @@ class Counters(Section):
         missing = [name for name in _COMPLETE if name not in checkpoint]
         if missing and "source" not in checkpoint and "optimizer_states" in checkpoint:
             raise CheckpointError(f"{path} is incomplete: it has no {', '.join(map(repr, missing))}; use another one")
-        state = self.state
+        state = self.trainer.state
         settings = self.settings
         position = checkpoint.get("loops", {}).get("fit", {})
         _counter(checkpoint, "epoch", path)

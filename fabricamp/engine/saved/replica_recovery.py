@@ -17,7 +17,9 @@ from fabricamp.checkpoint.packing import pack_objects, unpack_objects
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fabricamp.engine.session import Session
+    from collections.abc import Callable
+
+    from fabricamp.engine.run_parts import RunParts
 
 PEER: Final = "a replica group that runs"
 """Replaces the path of a checkpoint, for a state that came from a running group."""
@@ -26,21 +28,27 @@ Found = tuple[str | None, StateDict | None]
 
 
 def join_groups(
-    session: Session, path: str | None, checkpoint: StateDict | None, *, weights_only: bool | None = None
+    parts: RunParts,
+    save: Callable[..., None],
+    path: str | None,
+    checkpoint: StateDict | None,
+    *,
+    weights_only: bool | None = None,
 ) -> Found:
     """Returns what a fit resumes from: ``path`` and its ``checkpoint``, or the state that another group sends.
 
-    ``weights_only`` False allows code to rebuild objects in it.  Groups that start together all use the checkpoint that one of them
-    was given.  Raises :class:`ConfigError` for manual optimization and for ``sync_batchnorm``, which do not work across groups.
+    ``save`` is the session's ``save_checkpoint``; ``weights_only`` False allows code to rebuild objects in what comes.  Groups that
+    start together all use the checkpoint that one of them was given.  Raises :class:`ConfigError` for manual optimization and for
+    ``sync_batchnorm``, which do not work across groups.
     """
-    strategy = session.strategy
+    strategy = parts.strategy
     if not strategy.membership.heals:
         return path, checkpoint
-    if not session.module.automatic_optimization:
+    if not parts.module.automatic_optimization:
         raise ConfigError(
             f"strategy {strategy.name!r} averages automatic optimization's gradients; leave the steps to the Trainer"
         )
-    if session.settings.sync_batchnorm:
+    if parts.settings.sync_batchnorm:
         raise ConfigError(
             f"sync_batchnorm=True with strategy {strategy.name!r}: groups exchange only gradients; leave it out"
         )
@@ -52,7 +60,7 @@ def join_groups(
     def state() -> Tensor:
         """Returns the bytes for a group that joins: now what this group was given, later the state of this run."""
         if runs:
-            return _packed({"path": PEER, "checkpoint": _present(session)})
+            return _packed({"path": PEER, "checkpoint": _present(save)})
         return _packed({"path": path, "checkpoint": given})
 
     received = strategy.membership.join(state)
@@ -65,10 +73,10 @@ def join_groups(
 
 
 @torch.no_grad()
-def _present(session: Session) -> StateDict:
+def _present(save: Callable[..., None]) -> StateDict:
     """Returns the state of this run, without that of its loggers, whose files belong to this run alone."""
     saved: list[dict[str, Any]] = []
-    session.save_checkpoint(PEER, weights_only=False, write=lambda _, checkpoint: saved.append(checkpoint))
+    save(PEER, weights_only=False, write=lambda _, checkpoint: saved.append(checkpoint))
     return {name: value for name, value in saved[0].items() if name != "loggers"}
 
 

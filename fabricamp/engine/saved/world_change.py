@@ -11,7 +11,11 @@ from fabricamp.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from fabricamp._utils.types import StateDict
+    from fabricamp.engine.run_parts import RunParts
     from fabricamp.engine.session import Session
+    from fabricamp.engine.source import DataSource
+    from fabricamp.strategies.base import Strategy
+    from fabricamp.trainer.arguments import Settings
 
 KEEP_GLOBAL_BATCH: Final = "keep_global_batch"
 _SHOWN: Final = 4
@@ -38,13 +42,14 @@ class StepSizes(Section):
 
     name = "samples of a step"
 
-    session: Session
+    settings: Settings
+    strategy: Strategy
+    data: DataSource
 
     def save(self) -> StateDict:
         """Returns the numbers; None if the loader's batch size is unknown."""
-        session = self.session
-        sizes = session.data.batch_sizes
-        now = StepSize(session.settings.accumulate_grad_batches, session.strategy.data_ranks, sizes or [])
+        sizes = self.data.batch_sizes
+        now = StepSize(self.settings.accumulate_grad_batches, self.strategy.data_ranks, sizes or [])
         return {"loops.fit.step_size": now._asdict() if sizes else None}
 
     def restore(self, checkpoint: StateDict, path: str) -> None:
@@ -60,7 +65,7 @@ def keep_samples_of_a_step(session: Session) -> None:
     settings = session.settings
     if settings.on_world_change != KEEP_GLOBAL_BATCH:
         return
-    here = _known_here(session)
+    here = _known_here(session, session.data)
     if session.checkpoint is None:
         return
     before = _of_checkpoint(session.checkpoint, str(session.trainer.ckpt_path))
@@ -73,10 +78,10 @@ def keep_samples_of_a_step(session: Session) -> None:
         _scale_accumulation(session.checkpoint["loops"]["fit"], before.accumulated, accumulate)
 
 
-def _known_here(session: Session) -> StepSize:
+def _known_here(parts: RunParts, data: DataSource) -> StepSize:
     """Returns the step size given by the Trainer's arguments and the loader."""
-    settings = session.settings
-    if not session.module.automatic_optimization:
+    settings = parts.settings
+    if not parts.module.automatic_optimization:
         raise ConfigError(
             f"on_world_change={KEEP_GLOBAL_BATCH!r} changes accumulate_grad_batches, which works with automatic optimization only; "
             "leave it out, and accumulate in training_step"
@@ -86,14 +91,14 @@ def _known_here(session: Session) -> StepSize:
             f"on_world_change={KEEP_GLOBAL_BATCH!r} needs batches of one size, and reload_dataloaders_every_n_epochs="
             f"{settings.reload_dataloaders_every_n_epochs} may change it; leave one of them out"
         )
-    _ = session.data.train_loader  # creates the loader, so that batch_sizes knows it
-    sizes = session.data.batch_sizes
+    _ = data.train_loader  # creates the loader, so that batch_sizes knows it
+    sizes = data.batch_sizes
     if sizes is None:
         raise ConfigError(
             f"on_world_change={KEEP_GLOBAL_BATCH!r} needs the number of samples in a batch, and the train loader has no "
             "batch_size; give torch's DataLoader with batch_size, or on_world_change='keep_per_rank'"
         )
-    return StepSize(settings.accumulate_grad_batches, session.strategy.data_ranks, sizes)
+    return StepSize(settings.accumulate_grad_batches, parts.strategy.data_ranks, sizes)
 
 
 def _of_checkpoint(checkpoint: StateDict, path: str) -> StepSize:
