@@ -136,9 +136,10 @@ installed: $(STAMP) ## tests of the wheel; builds both distributions, installs t
 matrix: $(STAMP) ## the same at every Python and at the oldest and newest torch, with and without CuPy: benchmarks/results/matrix.md
 	@$(BIN)/python tools/matrix.py $(CELLS)
 
-docs: $(STAMP) ## writes docs/reference.md from the docstrings, commands.md, questions.md, and performance.md, measurements.md and pictures from benchmarks/results
+docs: $(STAMP) ## writes docs/reference.md from the docstrings, commands.md, step.md, questions.md, and performance.md, measurements.md and pictures from benchmarks/results
 	$(BIN)/python docs/render_reference.py
 	$(BIN)/python docs/render_commands.py
+	$(BIN)/python docs/render_step.py
 	$(BIN)/python docs/render_questions.py
 	$(BIN)/python benchmarks/render.py
 	$(BIN)/python benchmarks/draw_losses.py

@@ -30,6 +30,7 @@ KNOWN = {
     r"the tests run outside of a virtual environment": "the README's commands set one up",
     r"needs the git repository": "what a source distribution holds is compared with what git tracks",
     r"needs an installed Lightning 2\.6\.6": "the list of its private methods is read from its source",
+    r"docs/step\.md is of another Python or torch": "their tracers tell of other lines; the page is that of one version",
     r"there is no make": "the README's commands call it",
     r"there is no node": "the site's search is a script for browsers",
     # Installed packages.
