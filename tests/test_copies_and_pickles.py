@@ -613,7 +613,7 @@ def test_an_error(kind, way):
 NOT_COPIED = {
     "EarlyStoppingReason",  # an enum
     "OptunaPruning",  # holds a trial, which is in its study
-    "Feed",  # a run's
+    "Feed", "OptimizerStep",  # a run's
     "Environment", "Gradients", "DataModule", "StepStatus", "Clip",  # above, by their own tests
     "Membership", "Sharding",  # bases
     "Conversion", "Float8", "OptLevel", "Precision",
