@@ -127,6 +127,7 @@ PARTS = {
             "tests/distributed/test_odd_ends.py",
             "tests/distributed/test_signals.py",
             "tests/distributed/test_stop_agreement.py",
+            "tests/distributed/test_stop_phases.py",
             "tests/distributed/test_trainer_interrupts.py",
             "tests/distributed/test_trainer_launch.py",
             "tests/kill",

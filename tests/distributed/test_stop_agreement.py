@@ -20,6 +20,7 @@ from fabricamp.state import INTERRUPTIONS, NOT_VALIDATING, RunState
 from fabricamp.strategies.base import Environment, Strategy
 from fabricamp.watchdog import StopAgreement, Watchdog, interrupts, signals, stop, watch
 from tests.distributed.ranks import run_ranks, side_by_side
+from tests.distributed.test_stop_phases import AtLine
 from tests.small import Classifier, loader, quiet_trainer
 
 
@@ -156,6 +157,42 @@ def all_stop_at_the_same_micro_batch(world_size):
 
 def test_two_and_three_stop_at_the_same_micro_batch():
     side_by_side(*(partial(all_stop_at_the_same_micro_batch, world_size) for world_size in (2, 3)))
+
+
+def signals_before_lines(lines):
+    """In each round a SIGTERM comes to a rank before a line of its poll or hold; returns where the ranks stop, and if it came.
+
+    The round ends without it too: the other rank gets a SIGTERM of its own.
+    """
+    watch._POLL_SECONDS = 0.01
+    seen = []
+    for index, (function, number) in enumerate(lines):
+        state, watchdog = watched()
+        agreement = watchdog.agreement
+        at_line = AtLine(number, partial(os.kill, os.getpid(), signal.SIGTERM))
+        on = index % 2
+        if dist.get_rank() == on:
+            setattr(agreement, function, partial(at_line, getattr(agreement, function)))
+
+        def pause(batch, at=5 if function == "hold" else 40, on=on):
+            if batch == at and dist.get_rank() != on:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.001)
+
+        with interrupts(agreement):  # until no poll can send itself a signal
+            train(state, agreement, ENDLESS, pause)
+            agreement.ended_early(here=state.interrupted)
+            watchdog.close()
+        seen.append((state.batches_done, state.interruption, dist.get_rank() != on or at_line.called))
+    return seen
+
+
+def test_a_signal_before_a_line_stops_both_ranks_at_one_micro_batch():
+    lines = [("poll", number) for number in range(1, 100, 7)] + [("hold", number) for number in range(1, 30, 3)]
+    one, other = run_ranks(signals_before_lines, 2, lines)
+    assert [end[:2] for end in one] == [end[:2] for end in other]
+    assert {reason for _, reason, _ in one} == {"SIGTERM"}
+    assert sum(both[0][2] and both[1][2] for both in zip(one, other, strict=True)) > len(lines) / 2
 
 
 def asked_between_batches():

@@ -215,6 +215,8 @@ class AtLine:
         if event == "line":
             self.number -= 1
             if self.number == 0:
+                # Python 3.11 lets a thread that is traced wait at its next call until the main thread has handled a signal.
+                sys.settrace(None)
                 self.action()  # what it raises comes out of this line, as from a signal handler
         return self._trace
 
@@ -436,3 +438,66 @@ def test_what_comes_before_any_line_on_two_ranks(function, what):
         ends += at_every_line(2, function, on, what, **options)
     # Where the other rank is asked right before this one begins, this one begins in time.
     assert {*ends} == (BOTH if (function, what) == ("begin", "a signal there") else ENDS[function])
+
+
+def trains(watchdog, exchange, ends):
+    """A main thread: micro-batches with an exchange until the stop."""
+    state, agreement = watchdog._state, watchdog.agreement
+    while not state.interrupted:
+        exchange.wait(LONG)  # raises if another rank has stopped before
+        state.batches_done += 1
+        if state.batches_done == 4 and watchdog.asks is not None:
+            watchdog.asks()
+        if state.batches_done >= state.hold_at:
+            agreement.hold()
+    ends.append((state.batches_done, state.interruption))
+
+
+def side_by_side(function, on, number, asks, *, there):
+    """Runs two ranks of two threads each.  Returns whether the request came before the ``number``-th line; checks how all end.
+
+    Lines are counted from the beginning, or from the request of rank ``asks`` on.
+    """
+    store = dist.HashStore()
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(watch, "_own_store", lambda _: store)
+        patches.setattr(watch, "_POLL_SECONDS", 0.001)
+        both = [Watchdog(RunState(), rank_of(rank, 2)) for rank in range(2)]
+        agreements = [one.agreement for one in both]
+        at_line = AtLine(number, partial(agreements[on - there].request, "SIGUSR1"))
+
+        def arm():
+            setattr(agreements[on], function, partial(at_line, getattr(agreements[on], function)))
+
+        def ask():
+            arm()
+            agreements[asks].request("SIGTERM")
+
+        for rank, one in enumerate(both):
+            one.asks = ask if rank == asks else None
+            one.agreement.begin()
+        if asks is None:
+            arm()
+        ends = []
+        exchange = threading.Barrier(2)
+        threads = [threading.Thread(target=trains, args=(one, exchange, ends), daemon=True) for one in both]
+        for one in (*both, *threads):
+            one.start()
+        for one in threads:
+            one.join(2 * LONG)
+        for one in both:
+            one.close()
+    assert len(ends) == 2
+    assert ends[0] == ends[1]
+    assert [one.phase for one in agreements] == [Phase.AGREED] * 2
+    return at_line.called
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("on", [0, 1])
+def test_a_request_before_any_line_while_four_threads_run(on, there):
+    for number in range(1, 12):  # the lines of a poll that finds nothing
+        assert side_by_side("poll", on, number, None, there=there)
+    for function, asks in itertools.product(("poll", "hold"), (0, 1)):
+        lines = itertools.takewhile(lambda number: side_by_side(function, on, number, asks, there=there), range(1, 100))
+        assert len([*lines]) > 10
