@@ -44,7 +44,7 @@ class Phase(Enum):
     ASKED = "this rank asks, and the others do not know it yet"
     PROMISED = "some rank asks, and this rank has promised a position at which it waits for the others"
     AGREED = "all promises are known: all ranks stop at the largest"
-    ABANDONED = "a rank was asked before its first batch: all ranks end at once"
+    ABANDONED = "the request found a rank before its first batch: all ranks end at once"
 
 
 class _Request(NamedTuple):
@@ -111,6 +111,8 @@ class StopAgreement:
         self._store: Store | None = None
         self._settled = threading.Event()
         self.signals = HeededSignals()
+        self.shared = strategy.world_size > 1
+        """Whether there are other ranks to agree with."""
 
     @property
     def phase(self) -> Phase:
@@ -164,11 +166,6 @@ class StopAgreement:
         return self._settled.is_set()
 
     @property
-    def shared(self) -> bool:
-        """Whether there are other ranks to agree with."""
-        return self._strategy.world_size > 1
-
-    @property
     def asked(self) -> str:
         """The reason (signal) of this rank's own request, handled yet or not."""
         return self._requests[0].reason if self._requests else ""
@@ -191,7 +188,7 @@ class StopAgreement:
     # -- in any thread, and in signal handlers -----------------------------------------------------------------------------------
 
     def request(self, reason: str) -> None:
-        """Requests all ranks to stop; safe on any rank, in any thread and in a signal handler: it only sets plain attributes."""
+        """Requests all ranks to stop; safe on any rank, in any thread and in a signal handler: it takes no lock."""
         if self.asked or self.abandoned:
             return
         self._requests.append(_Request(reason, opening=not self._main.begun))
