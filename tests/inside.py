@@ -25,12 +25,12 @@ def graph_update(trainer):
 
 def captured_steps(update):
     """Returns the captured steps of an update, by the form of their batch and their place in the accumulation."""
-    return update._steps
+    return update.graphs.steps
 
 
 def captured_groups(update):
     """Returns the captured launches of several steps; empty for an update that launches each step by itself."""
-    return getattr(update, "_groups", {})
+    return update.graphs.groups
 
 
 def captured_evaluations(trainer):

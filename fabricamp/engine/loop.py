@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fabricamp._utils.types import Batch, Loader, Step
     from fabricamp.data import Feed
     from fabricamp.engine.checks.monitors import MonitorLook
-    from fabricamp.engine.update import Update
+    from fabricamp.engine.update import StepRunner, Update
     from fabricamp.hooks import Calls
     from fabricamp.watchdog import LoopRequests
 
@@ -63,11 +63,15 @@ class FitParts(RunParts):
 
 
 class TrainingLoop:
-    """Runs epochs until a limit or a stop, with validation and flushes in between; looks up hooks before the first batch."""
+    """Runs epochs until a limit or a stop, with validation and flushes in between; looks up hooks before the first batch.
 
-    def __init__(self, parts: FitParts, update: Update) -> None:
+    ``runner`` runs the batches: ``update`` itself, or CUDA graphs beside it.
+    """
+
+    def __init__(self, parts: FitParts, update: Update, runner: StepRunner) -> None:
         self.parts = parts
         self.update = update
+        self.runner = runner
         self.state = parts.state
         self.metrics = parts.metrics
         self._step = parts.step
@@ -174,7 +178,7 @@ class TrainingLoop:
         step = self.parts.strategy.rewrap_module(self._step)
         if step is not self._step:
             self._step = step
-            self.update.use(step)
+            self.runner.use(step)
         # Keeps AccumulateGrad nodes, the leaves of autograd's graph, alive: a parameter has only a weak pointer to its node
         # (grad_accumulator_), so each step would create the nodes again, holding the GIL.  Other types of parameters (quantised,
         # sharded) may have no view through which to find the node.
@@ -215,15 +219,16 @@ class TrainingLoop:
         agenda = self._agenda
         feed = self.parts.feed
         update = self.update
+        runner = self.runner
         user_call.scope = Scope.TRAIN_STEP
         first = state.batch_idx
         steps_before = state.global_step
-        update.begin_epoch(first)
+        runner.begin_epoch(first)
         agenda.renew()
         batches: Iterable[Batch] = feed.starting_at(first)
         if self.parts.say is not None:
             batches = self.parts.time_spent.reading(batches)  # without the wait for the first batches of other ranks
-        state.batches = enumerate(update.read(self.parts.together(batches)), first)
+        state.batches = enumerate(runner.read(self.parts.together(batches)), first)
         # A resumed epoch may have been saved after its last batch: then no batch is left, and the epoch only has to be finished.
         last = first > 0
         skipped = False
@@ -234,7 +239,7 @@ class TrainingLoop:
             if self._batch_start and self._skips(batch, batch_idx):
                 skipped = True
                 break
-            outputs = update.run_batch(batch, batch_idx, last)
+            outputs = runner.run_batch(batch, batch_idx, last)
             if last:
                 self._end_data(batch_idx + 1)
             # Counted before the hooks: a run resumed from a checkpoint that a hook writes continues after this batch.

@@ -66,8 +66,8 @@ class ManualUpdate(Update):
         if self.stepped:
             # The user's optimizers have stepped: only the end of the step is launched, as self._optimizer is None.
             loss, self.loss = self.loss, None
-            self._launch_update(loss)
-            self._note_update()
+            self.launch_update(loss)
+            self.note_update()
             self._gradient_scales.move()
         if not self._hooks.wants_outputs:
             return None
@@ -359,7 +359,7 @@ class ClosureUpdate(Update):
 
     def run_batch(self, batch: Batch, batch_idx: int, last: bool) -> Output:
         """Runs the optimizer on one batch; ``self.log`` counts only the first forward."""
-        self._check_optimizer()
+        self.check_optimizer()
         optimizer = cast("Optimizer", self._optimizer)
         outputs: list[Output] = []
         loss: Tensor | None = None
@@ -379,7 +379,7 @@ class ClosureUpdate(Update):
             self._parts.metrics.muted = False
         if self.overflow_policy is not None:
             self.overflow_policy.launch_end(loss)
-        self._note_update()
+        self.note_update()
         if not outputs:
             return None
         return outputs[-1] if self._last_call_counts else outputs[0]

@@ -29,9 +29,8 @@ from fabricamp.engine.checks.sharding_checks import check_saving, shard_module
 from fabricamp.engine.compiled import Compilation
 from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions, print_results
 from fabricamp.engine.graph.graphs import Graphs
-from fabricamp.engine.graph.group_update import GroupUpdate
 from fabricamp.engine.graph.refusals import graph_refusal, group_refusal, refused
-from fabricamp.engine.graph.update import GraphUpdate
+from fabricamp.engine.graph.update import ONE_BACKWARD
 from fabricamp.engine.logger_setup import join_loggers, kept_of, log_hyperparams
 from fabricamp.engine.loop import FitParts, TrainingLoop
 from fabricamp.engine.manual_update import ClosureUpdate, ManualUpdate
@@ -54,7 +53,7 @@ from fabricamp.engine.saved.resume import ResumePoint
 from fabricamp.engine.saved.world_change import keep_samples_of_a_step
 from fabricamp.engine.schedules import check_schedule_lengths, schedule_lengths
 from fabricamp.engine.source import DataSource, GivenData
-from fabricamp.engine.update import Update
+from fabricamp.engine.update import StepRunner, Update
 from fabricamp.errors import ConfigError
 from fabricamp.habits import habits, say_difference
 from fabricamp.hooks import Hooks, call_all, call_hook, overrides
@@ -328,7 +327,7 @@ class Session(RunParts):
             draw_a_pass(self.data.train_loader)
             self.resume_point.reloaded = self.state.epoch
         parts = self._fit_parts()
-        update = self._update(parts)
+        update, runner = self._update(parts)
         self.resume_point.begin(parts.feed, update)
         self.resumed = self.checkpoint is not None
         self._restore(*POSITION)
@@ -336,7 +335,7 @@ class Session(RunParts):
             update.take_over_schedules(self.checkpoint.get("amp", {}))
         self.checkpoint = None  # as large as the model
         self._say_differences()
-        loop = TrainingLoop(parts, update)
+        loop = TrainingLoop(parts, update, runner)
         self.validation_follows = loop.validation_follows
         return profile_fit(self.trainer, self.run_context, loop)
 
@@ -409,8 +408,8 @@ class Session(RunParts):
         parts.length = self._epoch_length()
         self.resume_point.use(parts.feed)
 
-    def _update(self, parts: FitParts) -> Update:
-        """Returns the fit's update: for manual optimization, for closures, captured as CUDA graphs, or eager.
+    def _update(self, parts: FitParts) -> tuple[Update, StepRunner]:
+        """Returns the fit's update (eager, for manual optimization, or for closures) and what runs its batches: itself, or graphs.
 
         Under manual optimization, gives the module the methods that it calls.  Raises :class:`ConfigError` if a CUDA graph is
         required and impossible.
@@ -423,14 +422,16 @@ class Session(RunParts):
             self.run_context.manual_clip = manual.clip
             for optimizer in self.run_context.optimizers:
                 optimizer.update = manual.step
-            return manual
+            return manual, manual
         if captures:
-            graph_update = GroupUpdate if self._launches_together(parts) else GraphUpdate
-            self.graphs.update = graph_update(parts, self)
-            return self.graphs.update
+            together = self._launches_together(parts)
+            update = Update(parts, one_backward=ONE_BACKWARD)
+            return update, self.graphs.runner(parts, update, together=together)
         if parts.optimizers and demands_closure(parts.optimizers[0]):
-            return ClosureUpdate(parts)
-        return Update(parts)
+            update = ClosureUpdate(parts)
+        else:
+            update = Update(parts)
+        return update, update
 
     def _captures(self, parts: FitParts) -> bool:
         """Returns whether steps are captured as CUDA graphs; logs why not if captures were requested."""

@@ -1,8 +1,8 @@
 """Automatic optimization with gradient accumulation: forward and backward of a micro-batch, and the update after the last one.
 
-The parts, in their order: :class:`Update`; :class:`ResolvedHooks`, what an update calls of hooks, module and precision, looked up
-before the first batch; :class:`LossWeights`, for losses given as (sum, weight); :class:`AccumulationTensors`, the state of an
-accumulation in progress; a pass over the training data without updates.
+The parts, in their order: :class:`StepRunner`, what the loop asks to run its batches; :class:`Update`; :class:`ResolvedHooks`, what
+an update calls of hooks, module and precision, looked up before the first batch; :class:`LossWeights`, for losses given as (sum,
+weight); :class:`AccumulationTensors`, the state of an accumulation in progress; a pass over the training data without updates.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -57,17 +57,43 @@ _FIRST_LOOKS: Final = 5
 """The first updates of a fit, before each of which half weights are compared with their masters; later before each flush's."""
 
 
+class StepRunner(Protocol):
+    """What the loop asks to run the batches of an epoch: an :class:`Update`, or CUDA graphs beside one.
+
+    The state of a fit's steps (schedules, counters, the accumulation in progress) is the ``Update``'s alone.
+    """
+
+    def use(self, step: Callable[..., object], /) -> None:
+        """Sets the step to run: ``training_step``, as wrapped by the strategy."""
+        ...
+
+    def begin_epoch(self, batch_idx: int, /) -> None:
+        """Prepares for an epoch whose next batch is ``batch_idx``: 0, or more in a resumed epoch."""
+        ...
+
+    def read(self, batches: Iterator[Batch], /) -> Iterator[Batch]:
+        """Returns an epoch's batches for the loop."""
+        ...
+
+    def run_batch(self, batch: Batch, batch_idx: int, last: bool, /) -> Output:
+        """Runs a micro-batch (``last``: the last one of its epoch); returns the outputs for the hooks after it."""
+        ...
+
+
 class Update:
     """Runs micro-batches and makes one update per accumulation, by the optimizer's step.
 
     Everything that can be looked up is looked up before the first batch.
 
     ``stepped`` is True from an update until the loop has noted it.  ``loss`` is the loss of the last micro-batch in the
-    accumulation in progress.  ``weights`` is set once a loss came with a weight; ``reference`` is their saved reference weight, in
-    a resumed run.
+    accumulation in progress, of ``accumulate`` micro-batches; ``sums``: its gradients are summed in the precision's own memory.
+    ``weights`` is set once a loss came with a weight; ``reference`` is their saved reference weight, in a resumed run.
+
+    ``one_backward`` says why a closure cannot run forward and backward again within a step, and what to change, if CUDA graphs run
+    the steps.
     """
 
-    def __init__(self, parts: FitParts) -> None:
+    def __init__(self, parts: FitParts, *, one_backward: str = "") -> None:
         automatic = parts.module.automatic_optimization
         precision = parts.precision
         settings = parts.settings
@@ -78,13 +104,13 @@ class Update:
         self.schedules = Schedules(parts.schedulers if automatic else [], parts.module, parts.metrics, parts.state)
         self._parts = parts
         self._state = parts.state
-        self._accumulate = settings.accumulate_grad_batches
+        self.accumulate = settings.accumulate_grad_batches
         self._steps_at_epoch_end = settings.partial_window == "step"
         # Hooks after a batch then get the loss as a share of the accumulation's, and {} for None.
         self._shows_shares = habits().outputs_are_shares
         self._last_call_counts = habits().last_closure_call_counts
         self._drops_at_epoch_end = settings.partial_window == "drop"
-        self._offset = 1  # an accumulation ends where (batch_idx + _offset) % _accumulate == 0
+        self._offset = 1  # an accumulation ends where (batch_idx + _offset) % accumulate == 0
         self._batch_complete = True  # False from a micro-batch's backward to its end
         self._first_looks = _FIRST_LOOKS
         self._next_look: float = 0
@@ -92,7 +118,7 @@ class Update:
         self.optimizer_step: OptimizerStep | None = parts.optimizer_steps[0] if self._optimizer is not None else None
         """The optimizer's step; None in manual optimization and without an optimizer."""
         # Whether gradients are summed in the precision's own memory; .grad then holds those of one micro-batch.
-        self._sums = self.optimizer_step is not None and self.optimizer_step.sums
+        self.sums = self.optimizer_step is not None and self.optimizer_step.sums
         self.weights: LossWeights | None = None
         self.reference: Tensor | None = None
         self.overflow_policy: OverflowPolicy | None = None
@@ -116,7 +142,8 @@ class Update:
         self._batch: tuple[Batch, int] | None = None  # of the step, while the closure may run it again
         self._outputs_again: Output = None
         if self._optimizer is not None and (takes_closure(self._optimizer) or self._hooks.step is not None):
-            self._closure = StepClosure(self._optimizer, self._run_again, self._obstacle_to_second_pass())
+            obstacle = one_backward or self._obstacle_to_second_pass()
+            self._closure = StepClosure(self._optimizer, self._run_again, obstacle)
             cast("OptimizerStep", self.optimizer_step).call = self._closure.step
         # With several ranks, a weight on some ranks only would leave the others waiting in its exchange: before the first backward
         # the ranks compare whether their losses have weights.  False once they have found that no loss has one.
@@ -143,17 +170,17 @@ class Update:
         settings = self._parts.settings
         self.empty_steps = 0
         if settings.accumulation_schedule is not None:
-            self._accumulate = settings.accumulate_grad_batches
+            self.accumulate = settings.accumulate_grad_batches
             if self.weights is not None:
-                self.weights.accumulate = self._accumulate
-        # An accumulation need not begin at a multiple of _accumulate: it may be carried over from the last epoch, or a resumed run
+                self.weights.accumulate = self.accumulate
+        # An accumulation need not begin at a multiple of accumulate: it may be carried over from the last epoch, or a resumed run
         # may start between two multiples, as the number of ranks or the batch size changed.
-        self._offset = 1 + (self._state.open_batches - batch_idx) % self._accumulate
+        self._offset = 1 + (self._state.open_batches - batch_idx) % self.accumulate
 
     def batches_to(self, steps: float) -> float:
         """Returns the number of micro-batches to the end of ``steps`` more steps, if the epoch does not end before."""
-        before_last = -(self._state.batch_idx + self._offset) % self._accumulate
-        return before_last + 1 + (steps - 1) * self._accumulate
+        before_last = -(self._state.batch_idx + self._offset) % self.accumulate
+        return before_last + 1 + (steps - 1) * self.accumulate
 
     def read(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Returns an epoch's batches for the loop; an elastic strategy (``heals``) begins each step before its batch is read."""
@@ -182,65 +209,75 @@ class Update:
 
     def run_batch(self, batch: Batch, batch_idx: int, last: bool) -> Output:
         """Runs a micro-batch (``last``: the last one of its epoch); returns the outputs for the hooks after it."""
-        ends = self._ends_accumulation(batch_idx, last)
-        if ends and not self._sums:
-            outputs = self._forward_backward(batch, batch_idx)
+        ends = self.ends_accumulation(batch_idx, last)
+        if ends and not self.sums:
+            outputs, loss = self.forward_backward(batch, batch_idx, self.loss)
         else:
-            # The wrapper exchanges no gradients: more micro-batches follow, or _reduce exchanges the sums.
+            # The wrapper exchanges no gradients: more micro-batches follow, or the update exchanges the sums.
             with self._parts.strategy.no_sync():
-                outputs = self._forward_backward(batch, batch_idx)
-        if ends and self.loss is not None:
-            self._check_optimizer()
-            self._look_for_unseen_edits()
-            loss = self.loss
-            self.loss = None
-            if self._closure is None:
-                self._launch_update(loss, batch_idx)
-            else:
-                outputs = self._launch_with_closure(self._closure, loss, batch, batch_idx, outputs)
-            self._note_update()
-        elif ends:
+                outputs, loss = self.forward_backward(batch, batch_idx, self.loss)
+        return self.end_batch(batch, batch_idx, outputs, loss, ends=ends)
+
+    def ends_accumulation(self, batch_idx: int, last: bool) -> bool:
+        """Whether an update follows the micro-batch ``batch_idx``."""
+        return (batch_idx + self._offset) % self.accumulate == 0 or (last and self._steps_at_epoch_end)
+
+    def end_batch(self, batch: Batch, batch_idx: int, outputs: Output, loss: Tensor | None, *, ends: bool) -> Output:
+        """Does what follows forward and backward of a micro-batch: the update, if it ``ends`` an accumulation with a ``loss``.
+
+        Returns the outputs for the hooks after it.
+        """
+        if not ends:
+            self.note_open_batch(loss)
+            return outputs
+        if loss is None:
             self._note_empty_step()
-        if ends:
-            self._state.open_batches = 0
+            return outputs
+        self.check_optimizer()
+        self._look_for_unseen_edits()
+        self.loss = None  # what a hook within the update saves has no accumulation in progress
+        if self._closure is None:
+            self.launch_update(loss, batch_idx)
         else:
-            self._state.open_batches += 1
-            self._batch_complete = True
+            outputs = self._launch_with_closure(self._closure, loss, batch, batch_idx, outputs)
+        self.note_update()
         return outputs
 
-    def _ends_accumulation(self, batch_idx: int, last: bool) -> bool:
-        return (batch_idx + self._offset) % self._accumulate == 0 or (last and self._steps_at_epoch_end)
+    def forward_backward(self, batch: Batch, batch_idx: int, earlier: Tensor | None) -> tuple[Output, Tensor | None]:
+        """Runs forward and backward of a micro-batch, in an accumulation whose last loss so far is ``earlier``.
 
-    def _forward_backward(self, batch: Batch, batch_idx: int) -> Output:
+        Without an earlier loss it begins an accumulation: it clears the gradients of the last one.  Returns the outputs for hooks,
+        and the accumulation's last loss now: ``earlier`` for a micro-batch without a loss.
+        """
         hooks = self._hooks
         output = self._forward(batch, batch_idx)
         loss = output if isinstance(output, Tensor) else self._loss_of(output)
         if loss is None:
-            return {} if self._shows_shares else None
+            return {} if self._shows_shares else None, earlier
         if not loss.requires_grad or loss.numel() != 1:
             self._refuse_loss(loss)
-        if self.loss is None:
+        if earlier is None:
             # The first loss of an accumulation.  A micro-batch without a loss has not cleared the gradients of the last one.
             if hooks.plain_zero_grad is None:
                 self._clear_gradients(batch_idx)
             else:
                 hooks.plain_zero_grad()
-        self.loss = loss
-        if self._accumulate > 1:
-            loss = loss / self._accumulate
+        share = loss
+        if self.accumulate > 1:
+            share = loss / self.accumulate
             self._batch_complete = False
         for hook in hooks.before_backward:
-            hook(loss)
-        hooks.backward(loss)
+            hook(share)
+        hooks.backward(share)
         for hook in hooks.after_backward:
             hook()
-        if self._sums and self.optimizer_step is not None:
+        if self.sums and self.optimizer_step is not None:
             self.optimizer_step.memory().add()
         if not hooks.wants_outputs:
-            return None
+            return None, loss
         if self._shows_shares:
-            return {**self._detached(output), "loss": loss.detach()}
-        return {"loss": output.detach()} if isinstance(output, Tensor) else self._detached(output)
+            return {**self._detached(output), "loss": share.detach()}, loss
+        return {"loss": output.detach()} if isinstance(output, Tensor) else self._detached(output), loss
 
     def _loss_of(self, output: Output) -> Tensor | None:
         loss = output.get("loss") if isinstance(output, dict) else output
@@ -267,7 +304,7 @@ class Update:
         if self.weights is None:
             if self.loss is not None or (self._parts.strategy.world_size > 1 and not self._compares_kinds):
                 raise mixed()
-            self.weights = LossWeights(self._parts.strategy, self._accumulate, self.reference)
+            self.weights = LossWeights(self._parts.strategy, self.accumulate, self.reference)
             self._forward = self.weights.requiring_weights(self._forward)
             if self.optimizer_step is not None:
                 # The step now divides by the weight, which comes with the exchanged gradients.
@@ -317,7 +354,7 @@ class Update:
 
     # -- the update --------------------------------------------------------------------------------------------------------------
 
-    def _launch_update(self, loss: Tensor | None, batch_idx: int = 0) -> None:
+    def launch_update(self, loss: Tensor | None, batch_idx: int = 0) -> None:
         """Launches an update's work on the device: exchange, step, end of the accumulation step."""
         step = self.optimizer_step
         if step is None:
@@ -332,6 +369,20 @@ class Update:
             step.run(loss)
         step.after()
 
+    def prepare_update(self, loss: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+        """Launches an update up to the optimizer's own step; returns each updated parameter with the ``.grad`` for it."""
+        return cast("OptimizerStep", self.optimizer_step).prepare(loss)
+
+    def finish_update(self, loss: Tensor | None) -> None:
+        """Steps the optimizer with the gradients of :meth:`prepare_update`, which are in ``.grad``."""
+        if self._closure is not None:
+            self._closure.loss = loss
+        cast("OptimizerStep", self.optimizer_step).finish_prepared()
+
+    def summing_memory(self) -> GradientMemory | None:
+        """Returns the memory in which the gradients of an accumulation are summed; None if they are summed in ``.grad``."""
+        return self.optimizer_step.memory() if self.sums and self.optimizer_step is not None else None
+
     # -- closures ----------------------------------------------------------------------------------------------------------------
 
     def _launch_with_closure(
@@ -341,7 +392,7 @@ class Update:
         self._batch = batch, batch_idx
         self._outputs_again = None
         try:
-            self._launch_update(loss, batch_idx)
+            self.launch_update(loss, batch_idx)
         finally:
             self._batch = None
             self._parts.metrics.muted = False
@@ -392,10 +443,7 @@ class Update:
         optimizer = cast("Optimizer", self._optimizer)
         step = cast("OptimizerStep", self.optimizer_step)
         torch.clear_autocast_cache()  # within a step it would keep half copies of the weights from before
-        self.loss = None
-        outputs = self._forward_backward(batch, batch_idx)
-        loss = cast("Tensor | None", self.loss)
-        self.loss = None
+        outputs, loss = self.forward_backward(batch, batch_idx, None)
         if loss is None:
             name = type(optimizer).__name__
             raise ConfigError(f"training_step returned None, but {name} needs the loss of every forward; return it")
@@ -411,7 +459,7 @@ class Update:
             clip_gradients(optimizer, step.clip)
         return outputs, loss
 
-    def _check_optimizer(self) -> None:
+    def check_optimizer(self) -> None:
         """Raises if a hook has put another optimizer into ``trainer.optimizers``: it has no masters and no step."""
         optimizers = self._parts.optimizers
         if self._optimizer is None or (optimizers and optimizers[0] is self._optimizer):
@@ -421,6 +469,13 @@ class Update:
             f"trainer.optimizers[0] was {there} in the middle of a fit; change the one from configure_optimizers (its "
             "param_groups, add_param_group, load_state_dict), or end the fit and begin another"
         )
+
+    def take_edits(self) -> None:
+        """Lets masters take edits of their weights, as an eager update does: a replay begins with no call of the precision."""
+        is_due = self._state.global_step >= self._next_look
+        if is_due:
+            self._note_look()
+        self._parts.precision.take_edits(look=is_due)
 
     def _look_for_unseen_edits(self) -> None:
         """Refuses edits of half weights that masters would not see; most programs edit in every step."""
@@ -457,8 +512,10 @@ class Update:
             run = partial(self._closure.during, users)
         step.run_shown(loss, look, run)
 
-    def _note_update(self) -> None:
+    def note_update(self) -> None:
         """Does the host's work after an update: counters, schedules, step statuses of earlier updates."""
+        self.loss = None
+        self._state.open_batches = 0
         self._state.global_step += 1
         self.stepped = True
         if self._advances_at_once:
@@ -471,6 +528,7 @@ class Update:
 
         Schedules that follow the applied steps of a loss scaler do not move, since the device has made no step.
         """
+        self._state.open_batches = 0
         self._state.global_step += 1
         self.stepped = True
         self.empty_steps += 1
@@ -485,6 +543,12 @@ class Update:
             self.schedules.advance(self._state.global_step)
 
     # -- the accumulation in progress --------------------------------------------------------------------------------------------
+
+    def note_open_batch(self, loss: Tensor | None) -> None:
+        """Does the host's work after a micro-batch that does not end its accumulation, whose last loss is ``loss``."""
+        self.loss = loss
+        self._state.open_batches += 1
+        self._batch_complete = True
 
     def drop_accumulation(self) -> None:
         """Drops the accumulation in progress."""
@@ -541,7 +605,7 @@ class Update:
             self.overflow_policy.inherited_are_counted = follows and not waited
 
     def _accumulation_tensors(self) -> AccumulationTensors:
-        return AccumulationTensors(self._parts.precision, self._parts.optimizers, self._accumulate, self.weights)
+        return AccumulationTensors(self._parts.precision, self._parts.optimizers, self.accumulate, self.weights)
 
 
 def with_index(step: Callable[..., object], training_step: Callable[..., object]) -> Step:

@@ -221,7 +221,7 @@ class Poison(Callback):
         if self.graph is None:
             torch.cuda.synchronize()
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=update._pool.id, stream=torch.cuda.current_stream()):
+            with torch.cuda.graph(self.graph, pool=update.graphs.pool.id, stream=torch.cuda.current_stream()):
                 self.held = [torch.full((2**18,), float("nan"), device="cuda") for _ in range(4)]
                 self.held += [torch.full((64,), float("nan"), device="cuda") for _ in range(2000)]
                 self.held.clear()

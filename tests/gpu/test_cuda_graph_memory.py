@@ -97,7 +97,7 @@ class OwnMemory(Callback):
     """Eager steps have memory of their own, as after one of them has left a tensor in the graphs'."""
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        trainer._runner.session.graphs.update._lends = False
+        graph_update(trainer).graphs.lends = False
 
 
 AUTO = CudaGraph(warmup=4, required=False)

@@ -163,7 +163,7 @@ def test_steps_with_onecycle_have_the_bits_of_eager_ones(level, name):
     eager = trained(make, False, precision, **options)
     graph = trained(make, GRAPH, precision, **options)
     same(eager, graph)
-    assert graph[2].update.steps_outside
+    assert graph[2].update.place.outside
     # A capturable optimizer is captured four times first, until it is known that betas change in each step.
     assert graph[2].replays >= STEPS - 20
     assert (eager[0].skipped_steps > 0) == spikes

@@ -75,7 +75,7 @@ class Looks(Callback):
         update = graph_update(trainer)
         if update is not None:
             self.replays = max(self.replays, 0, *[one.replays for one in captured_steps(update).values()])
-            self.lends = update._lends
+            self.lends = update.graphs.lends
 
 
 def batches(rows=ROWS):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fabricamp import Callback, CudaGraph, OptLevel, TrainingModule
 from fabricamp.callbacks import GradientAccumulationScheduler
-from fabricamp.engine.graph import update
+from fabricamp.engine.graph import comparison
 from fabricamp.engine.graph.comparison import compare
 from fabricamp.optimizers import FusedAdam, FusedSGD
 from fabricamp.strategies import DDP, DelayedDDP
@@ -153,7 +153,7 @@ def runs(names):
         strategy, options = CASES[name]
         options = dict(options)
         callbacks, check = options.pop("callbacks", ()), options.pop("check", 0)
-        update.compare = compared = Counted(compare)
+        comparison.compare = compared = Counted(compare)
         found[name] = [
             fitted(strategy(), graph, callbacks=[CALLBACKS[one]() for one in callbacks], **options)
             for graph in (False, CudaGraph(warmup=4, check_every=check))

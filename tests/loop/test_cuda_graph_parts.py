@@ -23,7 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fabricamp import Callback, ConfigError, CudaGraph, OptLevel
 from fabricamp.cuda_graph import as_cuda_graph
 from fabricamp.engine.graph import capture_errors, memory_budget, memory_pool
-from fabricamp.engine.graph.batches import BatchIndex, copied, signature, tensors_of
+from fabricamp.engine.graph.batches import BatchIndex, Role, copied, signature, tensors_of
+from fabricamp.engine.graph.capture import AccumulationGradients
 from fabricamp.engine.graph.capture_consensus import CaptureConsensus, Stage
 from fabricamp.engine.graph.captured import (
     hyperparameter_upload,
@@ -32,6 +33,7 @@ from fabricamp.engine.graph.captured import (
     without_collection,
 )
 from fabricamp.engine.graph.evaluation import GraphEvaluation
+from fabricamp.engine.graph.fallback import EagerFallback
 from fabricamp.engine.graph.host_effects import (
     AttributeSnapshot,
     CapturedConstantsGuard,
@@ -40,8 +42,8 @@ from fabricamp.engine.graph.host_effects import (
     host_generators,
 )
 from fabricamp.engine.graph.memory_pool import GraphPool
+from fabricamp.engine.graph.optimizer_place import OptimizerPlace
 from fabricamp.engine.graph.refusals import graph_refusal, group_refusal, reason_outside, said_of_outside, step_hooks
-from fabricamp.engine.graph.update import AccumulationGradients, GraphUpdate, Role
 from fabricamp.engine.run_context import gathered
 from fabricamp.errors import NotCapturableError
 from fabricamp.gradients.memory import GradientMemory
@@ -791,28 +793,32 @@ def test_step_hooks_that_come_or_go_count(wrap):
 def test_an_optimizer_goes_outside_of_the_graph_once_it_has_step_hooks():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     said = []
-    update = GraphUpdate.__new__(GraphUpdate)
-    update._optimizer = optimizer
+    told = []
     own = OfOwnSteps("O0")
     (plain, overridden) = (each.step_of(optimizer, Strategy(), None) for each in (OptLevel("O0"), own))
-    update._parts = SimpleNamespace(precision=own, optimizers=[optimizer], optimizer_steps=[plain], schedulers=[])
-    update._options = CudaGraph()
-    update._session = SimpleNamespace(run_summary=SimpleNamespace(say_of_graph=said.append))
-    update.steps_outside = False
-    update.why_eager = ""
-    update._look_where_to_step()
-    assert not update.steps_outside
+    parts = SimpleNamespace(precision=own, optimizers=[optimizer], optimizer_steps=[plain], schedulers=[])
+    fallback = EagerFallback(CudaGraph(), Strategy(), drop=lambda: None)
+    place = OptimizerPlace(parts, fallback, said.append)
+    place.before_outside = told.append
+    place.look_again()
+    place.look_before_capture()
+    assert not place.outside
     optimizer.register_step_post_hook(lambda *_: None)
-    update._parts.optimizer_steps = [overridden]
-    with pytest.raises(
-        ConfigError, match="OfOwnSteps has a step of its own, so SGD cannot step by itself after a replay"
-    ):
-        update._look_where_to_step()
-    assert not update.steps_outside
-    update._parts.optimizer_steps = [plain]
-    update._look_where_to_step()
-    assert update.steps_outside
-    assert "its step hooks run on the host" in said[0]
+    parts.optimizer_steps = [overridden]
+    refusal = "OfOwnSteps has a step of its own, so SGD cannot step by itself after a replay"
+    with pytest.raises(ConfigError, match=refusal):
+        place.look_again()
+    with pytest.raises(NotCapturableError, match=refusal):
+        place.look_before_capture()
+    assert (place.outside, told) == (False, [])
+    parts.optimizer_steps = [plain]
+    place.look_again()
+    assert place.outside
+    assert told[0].startswith("its step hooks run on the host")
+    assert told[0] in said[0]
+    place.look_again()
+    place.look_before_capture()
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("beside", ["_OWN_FOLDER", "_TORCHS_FOLDER"])
@@ -895,7 +901,7 @@ def test_a_wrong_replay_of_an_evaluation_counts_its_batch_once(first):
     evaluation._step = "validation_step"
     evaluation._forward = forward
     reasons = []
-    evaluation._give_up = reasons.append
+    evaluation._fallback = SimpleNamespace(give_up=reasons.append)
     outputs = evaluation._run_checked(WrongReplay(states), "key", (None,), first=first)
     assert len(reasons) == 1
     assert torch.equal(outputs, torch.ones(1))

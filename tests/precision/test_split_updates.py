@@ -7,8 +7,8 @@ import torch
 
 from fabricamp import OptLevel
 from fabricamp.engine import session
-from fabricamp.engine.graph.comparison import same_bits
 from fabricamp.engine.update import Update
+from fabricamp.ops.tensors import same_bits
 from fabricamp.optimizers import LARC
 from tests.small import Classifier, loader, quiet_trainer
 
@@ -18,7 +18,7 @@ class SplitUpdate(Update):
 
     splits = 0
 
-    def _launch_update(self, loss, batch_idx=0):
+    def launch_update(self, loss, batch_idx=0):
         handed = self.optimizer_step.prepare(loss)
         for parameter, _ in handed:
             parameter.grad = None

@@ -203,7 +203,7 @@ def test_nothing_is_wrapped_without_one(monkeypatch):
         assert isinstance(trainer.profiler, SimpleProfiler if profiler == "simple" else PassThroughProfiler)
     for names, update, feed, hook in seen[:2]:
         assert "_run_epoch" not in names
-        assert not {"run_batch", "use", "_launch_update"} & update
+        assert not {"run_batch", "use", "launch_update"} & update
         assert not feed
         assert hook.func.__self__.__class__ is Hooked
     assert "_run_epoch" in seen[2][0]

@@ -1,13 +1,13 @@
-"""Batches for graphs: the signature that selects a graph, the tensors of a batch, copies of them, and placeholders.
+"""Batches for graphs: the key that selects a graph, the tensors of a batch, copies of them, and placeholders.
 
 A graph gets the *view* of a batch: the batch with a :class:`HookEntry` in place of each entry that only hooks read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from fabricamp._utils.containers import tensors_within, with_parts
 from fabricamp.errors import ConfigError, NotCapturableError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from fabricamp._utils.types import Batch, Output
 
@@ -24,6 +24,31 @@ _TENSORS: Final = {Tensor}
 _STRIDED: Final = {torch.strided}
 _layout: Final = attrgetter("layout")
 _PLAIN: Final = (bool, int, float, str, bytes, type(None))
+
+
+class Role(NamedTuple):
+    """The role of a micro-batch in its accumulation of ``accumulate`` micro-batches; each role has a separate graph."""
+
+    accumulate: int
+    opens: bool
+    closes: bool
+
+    @property
+    def in_words(self) -> str:
+        """The role in words, to follow "batches" in a message; empty without accumulation."""
+        if self.accumulate == 1:
+            return ""
+        if self.closes:
+            does = "end"
+        elif self.opens:
+            does = "begin"
+        else:
+            does = "continue"
+        return f" that {does} an accumulation of {self.accumulate}"
+
+
+Key: TypeAlias = tuple[Hashable, Role]
+"""The key of a graph: the signature of its batches, and their role."""
 
 
 def signature(batch: Batch) -> Hashable:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from fabricamp.engine.graph.update import Role
+    from fabricamp.engine.graph.batches import Role
     from fabricamp.strategies.base import Strategy
 
 _PATIENCE = 8

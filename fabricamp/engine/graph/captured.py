@@ -30,7 +30,7 @@ import gc
 import operator
 from collections import deque
 from itertools import chain, compress, repeat
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,8 +54,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabricamp._utils.types import Batch, Output, ParamGroup
+    from fabricamp.engine.graph.batches import Role
+    from fabricamp.engine.graph.capture import AccumulationGradients
     from fabricamp.engine.graph.lr_table import LrTable
-    from fabricamp.engine.graph.update import AccumulationGradients, Role
     from fabricamp.gradients.memory import GradientMemory, Presence
     from fabricamp.metrics import Metrics
 
@@ -92,8 +93,8 @@ class Captured:
         self.metric_states = MetricStates(module)
         self.constants = CapturedConstantsGuard(module, getattr(module, "hparams", {}), hooks)
 
-    def capture(self, run: Callable[[], Output], stream: torch.cuda.Stream, pool: Any) -> None:
-        """Captures ``run``, which launches on ``stream``, without running it on the device.
+    def capture(self, run: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> None:
+        """Captures ``run``, which launches on ``stream``, without running it on the device; keeps what it returns (:meth:`take`).
 
         Graphs of one ``pool`` overwrite each other's memory.  Restores the host's state before it raises: the error of the user's
         code, or what :func:`explained_errors` makes of CUDA's.
@@ -107,7 +108,7 @@ class Captured:
                 _ended_on_failure(stream.device, pool),
                 recording,
             ):
-                self.outputs = refuse_placeholders(run())
+                self.take(run())
                 self.metric_states.rebind_in_capture()
         except BaseException:
             self.undo()
@@ -115,6 +116,10 @@ class Captured:
         self.log_replay.record()
         self.metric_states.record()
         self._counts = bool(self.log_replay.cells) or self.metric_states.repeats
+
+    def take(self, results: Any) -> None:
+        """Keeps what the captured call has returned: its outputs."""
+        self.outputs = refuse_placeholders(results)
 
     def undo(self) -> None:
         """Restores the host's state from before the capture; called if its first replay does not happen.
@@ -156,6 +161,19 @@ class Captured:
         self.metric_states.repeat()
 
 
+class Launched(NamedTuple):
+    """What the launches of a micro-batch leave for the host."""
+
+    outputs: Output
+    """What hooks get."""
+    loss: Tensor | None = None
+    """The loss, if the host has a use for it: the micro-batch does not end its accumulation, or the optimizer has yet to step."""
+    handed: Sequence[tuple[Tensor, Tensor | None]] = ()
+    """Each parameter that an optimizer outside of the graph updates (it may be a master), with the gradient for it."""
+    after_replay: Callable[[], None] | None = None
+    """The strategy's part of the host's work after a replay; see :meth:`fabricamp.strategies.base.Strategy.captured`."""
+
+
 class CapturedStep(Captured):
     """A captured micro-batch of one shape and one ``role`` in its accumulation.
 
@@ -172,22 +190,15 @@ class CapturedStep(Captured):
         hooks: Sequence[Mapping[int, Any]],
     ) -> None:
         super().__init__(module, inputs, log_replay, hooks)
-        self.loss: Tensor | None = None
-        """The loss, if the micro-batch does not finish its accumulation."""
+        self.launched = Launched(None)
+        """What the capture has left; its tensors are in the graph's memory."""
         self.note: Callable[[], None] | None = None
         """Callback after a replay; it records which parameters the gradient statistics belong to.  None in a group, which has
         ``notes``, one for each of its steps."""
         self.upload: Callable[[], bool] = lambda: True
         """Prepares the optimizer's hyper-parameters, and returns whether the graph may be replayed with them; see
         :func:`hyperparameter_upload`."""
-        self.strategy_after_replay: Callable[[], None] | None = None
-        """The strategy's part of the host's work after a replay; see :meth:`fabricamp.strategies.base.Strategy.captured`."""
-        self.handed: list[tuple[Tensor, Tensor | None]] = []
-        """Each parameter that an optimizer outside of the graph updates (it may be a master), with the graph's gradient for it;
-        empty if the optimizer is in the graph."""
-        self.handed_loss: Tensor | None = None
-        """The loss that the closure of such an optimizer returns."""
-        self._role = role
+        self.role = role
         self._memory = memory
         self._flat = None if memory is None else memory.flat
         self._parameters = list(module.parameters())
@@ -198,7 +209,7 @@ class CapturedStep(Captured):
         self._presence_after: Presence | None = None
         """Which parameters have summed gradients after the step; set by the capture."""
 
-    def capture(self, run: Callable[[], Output], stream: torch.cuda.Stream, pool: Any) -> None:
+    def capture(self, run: Callable[[], Launched], stream: torch.cuda.Stream, pool: Any) -> None:
         """Captures ``run`` and records the gradients before and after it."""
         self._gradients_before = list(map(_grad_of, self._parameters))
         super().capture(run, stream, pool)
@@ -206,6 +217,11 @@ class CapturedStep(Captured):
         self._gradients = list(map(_grad_of, self._parameters))
         if self._memory is not None:
             self._presence_after = self._memory.presence
+
+    def take(self, results: Launched) -> None:
+        """Keeps what the captured launches have left."""
+        super().take(results.outputs)
+        self.launched = results
 
     def undo(self) -> None:
         """Also restores the gradients, again with the same result for every call."""
@@ -229,13 +245,13 @@ class CapturedStep(Captured):
         """
         if self._memory is not None and self._memory.presence != self._presence_before:
             return False
-        return self._role.opens or gradients.prepare(self._gradients_before)
+        return self.role.opens or gradients.prepare(self._gradients_before)
 
     def launch(self, batch: Batch) -> None:
         """Runs the step on the device; ``.grad`` has the graph's gradients afterwards."""
         super().launch(batch)
         self.show_gradients()
-        for parameter, gradient in self.handed:
+        for parameter, gradient in self.launched.handed:
             parameter.grad = gradient
         if self._memory is not None and self._presence_after is not None:
             self._memory.presence = self._presence_after
@@ -250,10 +266,13 @@ class CapturedStep(Captured):
             parameter.grad = gradient
 
     def after_replay(self, *, first: bool) -> Output:
-        """Also records which parameters the gradient statistics belong to."""
+        """Also records which parameters the gradient statistics belong to, and does the strategy's part."""
         if not first and self.note is not None:
             self.note()
-        return super().after_replay(first=first)
+        outputs = super().after_replay(first=first)
+        if self.launched.after_replay is not None:
+            self.launched.after_replay()
+        return outputs
 
 
 class CapturedGroup(CapturedStep):
@@ -308,7 +327,7 @@ class CapturedGroup(CapturedStep):
             self._logged_cells = torch.tensor(indices, dtype=torch.int64, device=table.device)
             self._logged = torch.zeros(self._steps, len(indices), dtype=torch.float64, device=table.device)
 
-    def capture(self, run: Callable[[], Output], stream: torch.cuda.Stream, pool: Any) -> None:
+    def capture(self, run: Callable[[], Launched], stream: torch.cuda.Stream, pool: Any) -> None:
         """Captures ``run``, which calls :meth:`keep` after each step; restores the host's state."""
         super().capture(run, stream, pool)
         # The host does each step's work in after_step(), also after the first replay.
@@ -358,7 +377,7 @@ class CapturedGroup(CapturedStep):
         """Lets the hooks of a step see the step's logged values: they are written into the bank when a hook reads them.
 
         Sets ``metrics.before_look`` from the first step of a launch to the last.  After an exception in between,
-        ``GroupUpdate._drop`` removes it; every end of a run calls ``_drop``.
+        ``GroupUpdate.close`` removes it, which every end of a run calls.
         """
         log_replay = self._single.log_replay
         if number and log_replay.accumulated_weights() != self._expected_weights:

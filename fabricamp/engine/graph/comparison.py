@@ -1,12 +1,18 @@
-"""Compares a replay bit by bit with an eager step from the same state."""
+"""Compares a replay bit by bit with an eager step from the same state.
+
+:class:`ReplayCheck` runs a replay of training and compares it; :func:`compare` decides, over a :class:`ComparedState`.
+"""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fabricamp.engine.graph.memory_budget import free_host_memory
+from fabricamp.errors import NotCapturableError
 from fabricamp.ops.shards import local, local_gradient
 from fabricamp.ops.tensors import same_bits
 
@@ -16,13 +22,22 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from fabricamp._utils.types import Output
+    from fabricamp._utils.types import Batch
+    from fabricamp.engine.graph.batches import Key
+    from fabricamp.engine.graph.cache import GraphCache
+    from fabricamp.engine.graph.capture import StepCapture
+    from fabricamp.engine.graph.capture_consensus import CaptureConsensus
+    from fabricamp.engine.graph.captured import CapturedStep
     from fabricamp.engine.graph.host_effects import Generators
-    from fabricamp.engine.update import LossWeights
+    from fabricamp.engine.graph.memory_budget import GraphMemoryBudget
+    from fabricamp.engine.loop import FitParts
+    from fabricamp.engine.update import LossWeights, Update
     from fabricamp.gradients.memory import GradientMemory, Presence
     from fabricamp.metrics.replay import MetricCopies, MetricStates
     from fabricamp.precision.base import Precision
     from fabricamp.precision.step_results import StepResults
+
+_LOG = logging.getLogger("fabricamp")
 
 REPEATED_STEPS: Final = 8
 """The number of further eager steps that may show a kernel that is not deterministic.
@@ -31,8 +46,84 @@ Two steps with atomic sums often have the same bits: with flash attention's back
 """
 
 
+class ReplayCheck:
+    """Runs replays of training and compares them with eager steps, on all ranks or on none."""
+
+    def __init__(
+        self,
+        parts: FitParts,
+        eager: Update,
+        graphs: GraphCache,
+        capture: StepCapture,
+        memory_budget: GraphMemoryBudget,
+        consensus: CaptureConsensus,
+    ) -> None:
+        self._parts = parts
+        self._eager = eager
+        self._graphs = graphs
+        self._capture = capture
+        self._memory_budget = memory_budget
+        self._consensus = consensus
+
+    def launch(
+        self, step: CapturedStep, batch: Batch, run_eagerly: Callable[[], object], key: Key
+    ) -> NotCapturableError | None:
+        """Runs a replay and compares it to an eager step bit by bit, if the memory suffices for that.
+
+        ``run_eagerly`` launches what the graph holds.  Returns None, or an error that names the first difference; the state is as
+        before the replay then.
+        """
+        metrics = self._parts.metrics
+        role = key[1]
+        state = ComparedState(
+            self._parts.module,
+            self._parts.optimizers[0],
+            self._parts.precision,
+            self._graphs.stream.device,
+            step.metric_states,
+            step.generators,
+            memory=self._eager.summing_memory(),
+            weights=self._eager.weights,
+            accumulates=role.accumulate > 1,
+            handed=[parameter for parameter, _ in step.launched.handed],
+        )
+        if not self._consensus.all(self._has_memory(state, key)):
+            _LOG.warning("the replay is not compared with an eager step: there is no memory for one")
+            step.launch(batch)
+            return None
+        step.restore_gradients()
+        logged = step.log_replay.table.bank.clone()
+        before = state.copy()
+        step.launch(batch)
+        muted = metrics.muted
+        metrics.muted = True
+        try:
+            difference = compare(state, before, run_eagerly, self._consensus.all)
+        finally:
+            metrics.muted = muted
+        if not difference:
+            step.show_gradients()
+            return None
+        step.log_replay.table.bank.copy_(logged)
+        return NotCapturableError(f"a replay differs bitwise from an eager step, first in {difference}")
+
+    def _has_memory(self, state: ComparedState, key: Key) -> bool:
+        """Whether there is memory for an eager step and the copies of ``state``, which are kept on the host if they fit there."""
+        role = key[1]
+        # In the graphs' memory an eager step takes no more than the gradients that the graph keeps there.
+        needed = self._capture.kept_bytes(role) if self._graphs.lends_to(role) else self._memory_budget.eager_bytes(key)
+        # Up to three copies: before the replay, after it, and after a first eager step.
+        copies = 3 * state.bytes
+        if copies <= free_host_memory() // self._parts.strategy.environment.local_world_size:
+            state.copies_on = torch.device("cpu")
+            needed += state.largest_bytes
+        else:
+            needed += copies
+        return self._memory_budget.has_free(needed)
+
+
 def compare(
-    state: ComparedState, before: StateCopies, eager: Callable[[], Output], everywhere: Callable[[bool], bool]
+    state: ComparedState, before: StateCopies, eager: Callable[[], object], everywhere: Callable[[bool], bool]
 ) -> str:
     """Returns the first difference between the replay that has run and an ``eager`` step from ``before``; empty for none.
 

@@ -12,9 +12,9 @@ from fabricamp.engine.graph.batches import BatchIndex, copied, signature, tensor
 from fabricamp.engine.graph.capture_errors import reason_of_failure
 from fabricamp.engine.graph.captured import Captured
 from fabricamp.engine.graph.comparison import REPEATED_STEPS
+from fabricamp.engine.graph.fallback import EagerFallback
 from fabricamp.engine.graph.host_effects import FEWEST_EAGER_CALLS, MOST_CAPTURES_IN_A_ROW, StepWatch
 from fabricamp.engine.graph.memory_budget import GraphMemoryError
-from fabricamp.engine.graph.refusals import refused
 from fabricamp.engine.graph.seen_batches import SeenBatches
 from fabricamp.errors import NotCapturableError
 from fabricamp.metrics.replay import LogReplay
@@ -52,18 +52,23 @@ class GraphEvaluation:
         self._memory_budget = session.graphs.memory_budget
         self._too_large: set[Hashable] = set()
         self._captures_in_a_row = 0
-        self.why_eager = ""
+        drop = partial(self.close, waits=True)
+        self._fallback = EagerFallback(options, session.strategy, drop, self._step)
+
+    @property
+    def why_eager(self) -> str:
         """Why the evaluation captures nothing and runs eagerly; empty while it captures or replays."""
+        return self._fallback.why
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs a step, as a replay if there is a valid graph; returns the step's outputs."""
-        if self.why_eager:
+        if self._fallback.why:
             return self._forward(*arguments)
         view = self._view(arguments)
         try:
             key = (self._step, signature(view), self._state.user_call.dataloader_idx)
         except NotCapturableError as error:
-            self._give_up(str(error))
+            self._fallback.give_up(str(error))
             return self._forward(*arguments)
         graph = self._graphs.get(key)
         if graph is None or not graph.is_valid():
@@ -84,7 +89,7 @@ class GraphEvaluation:
         if key in self._graphs:  # out of date
             self._captures_in_a_row += 1
             if self._captures_in_a_row > MOST_CAPTURES_IN_A_ROW:
-                self._give_up(f"{self._step} reads other tensors in each call; change a buffer in place")
+                self._fallback.give_up(f"{self._step} reads other tensors in each call; change a buffer in place")
             self.close(waits=True)
             # Two watched eager calls come before the next capture.
             self._calls = dict.fromkeys(self._calls, self._options.warmup - FEWEST_EAGER_CALLS - 1)
@@ -95,7 +100,7 @@ class GraphEvaluation:
         full = len(self._graphs) >= self._options.shapes or key in self._too_large
         if calls == self._options.warmup and full and key not in self._too_large:
             self.seen.note_full(arguments[0])
-        if self.why_eager or (calls >= self._options.warmup and full):
+        if self._fallback.why or (calls >= self._options.warmup and full):
             return self._forward(*arguments)
         if calls < self._options.warmup:
             return self._run_watched(key, arguments, calls)
@@ -104,8 +109,8 @@ class GraphEvaluation:
         except GraphMemoryError as error:
             self._leave_out(key, error)
             return self._forward(*arguments)
-        except Exception as error:  # noqa: BLE001 - a step may raise anything; reported or raised by _give_up
-            self._give_up(reason_of_failure(error), error)
+        except Exception as error:  # noqa: BLE001 - a step may raise anything; reported or raised by give_up
+            self._fallback.give_up(reason_of_failure(error), error)
             return self._forward(*arguments)
         self._graphs[key] = graph
         return self._run_checked(graph, key, arguments, first=True)
@@ -118,7 +123,7 @@ class GraphEvaluation:
             call = partial(self._memory_budget.measured, key, call)
         outputs, reason = self._watch.run(call, compares=calls > 1, looks_for_waits=is_last)
         if reason:
-            self._give_up(reason)
+            self._fallback.give_up(reason)
         return outputs
 
     def _capture(self, key: Hashable, arguments: tuple[Any, ...]) -> Captured:
@@ -185,22 +190,13 @@ class GraphEvaluation:
         replayed_outputs = graph.after_replay(first=first)
         if not difference:
             return replayed_outputs
-        self._give_up(f"a replay of {self._step} differs bitwise from an eager call, first in {difference}")
+        self._fallback.give_up(f"a replay of {self._step} differs bitwise from an eager call, first in {difference}")
         return outputs
-
-    def _give_up(self, reason: str, error: BaseException | None = None) -> None:
-        """Runs eagerly from now on and logs ``reason``; raises if a graph is required."""
-        if self._options.required:
-            raise refused(reason) from error
-        self.why_eager = reason
-        self.close(waits=True)
-        if self._session.strategy.rank == 0:
-            _LOG.warning("cuda_graph='auto' runs %s eagerly: %s", self._step, reason)
 
     def _leave_out(self, key: Hashable, error: GraphMemoryError) -> None:
         """Runs batches of one shape eagerly, or all batches if no shape has a graph, and logs the reason."""
         if self._options.required or not self._graphs:
-            self._give_up(str(error), error)
+            self._fallback.give_up(str(error), error)
             return
         self._too_large.add(key)
         if self._session.strategy.rank == 0:

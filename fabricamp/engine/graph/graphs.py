@@ -9,14 +9,17 @@ import torch
 
 from fabricamp.cuda_graph import reason_against
 from fabricamp.engine.graph.evaluation import GraphEvaluation
+from fabricamp.engine.graph.group_update import GroupUpdate
 from fabricamp.engine.graph.memory_budget import GraphMemoryBudget
+from fabricamp.engine.graph.update import GraphUpdate
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.state import TrainerFn
 
 if TYPE_CHECKING:
     from fabricamp._utils.types import Step
-    from fabricamp.engine.graph.update import GraphUpdate
+    from fabricamp.engine.loop import FitParts
     from fabricamp.engine.session import Session
+    from fabricamp.engine.update import StepRunner, Update
 
 
 class Graphs:
@@ -25,6 +28,8 @@ class Graphs:
     def __init__(self, session: Session) -> None:
         self.update: GraphUpdate | None = None
         """Captures the steps of a fit; None if they are not captured."""
+        self.group: GroupUpdate | None = None
+        """Launches several of these steps at once; None if each is launched by itself."""
         self._session = session
         self._evaluations: dict[str, GraphEvaluation] = {}
         self._stream: SideStream | None = None
@@ -47,6 +52,14 @@ class Graphs:
         """Makes a side stream current, since the default stream cannot be captured."""
         if self._wanted and self._stream is None:
             self._stream = SideStream(self._session.strategy.device)
+
+    def runner(self, parts: FitParts, eager: Update, *, together: bool) -> StepRunner:
+        """Returns what runs the batches of a fit, beside its ``eager`` update; ``together``: it launches several steps at once."""
+        self.update = GraphUpdate(parts, eager, self._session)
+        if not together:
+            return self.update
+        self.group = GroupUpdate(parts, self.update, self._session)
+        return self.group
 
     def evaluation(self, kind: str, forward: Step) -> Step:
         """Returns the function to call for a step of an evaluation of ``kind``: ``forward``, or its captured form."""
@@ -85,7 +98,7 @@ class Graphs:
         if not failed:
             self._say_what_was_never_captured()
         waits = not failed or self._session.strategy.world_size == 1
-        for owner in (self.update, *self._evaluations.values()):
+        for owner in (self.group or self.update, *self._evaluations.values()):
             if owner is not None:
                 owner.close(waits=waits)
         if self._stream is not None:

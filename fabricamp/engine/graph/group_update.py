@@ -1,4 +1,4 @@
-"""CUDA graphs of several steps: :class:`~fabricamp.engine.graph.update.GraphUpdate` for ``CudaGraph(steps=...)``.
+"""CUDA graphs of several steps, for ``CudaGraph(steps=...)``, beside a :class:`~fabricamp.engine.graph.update.GraphUpdate`.
 
 All steps of a launch start on the device at the launch's first batch.  The loop still goes from batch to batch, and does the host's
 work of each step (hooks, counters, logs) at the step's batch::
@@ -24,13 +24,12 @@ from torch import Tensor
 from fabricamp.callbacks.base import Callback
 from fabricamp.data import ResidentLoader
 from fabricamp.engine.entries import CallbackHolds
-from fabricamp.engine.graph.batches import BatchIndex, copied, signature
+from fabricamp.engine.graph.batches import BatchIndex, Role, copied, signature
 from fabricamp.engine.graph.capture_errors import reason_of_failure
-from fabricamp.engine.graph.captured import CapturedGroup, hyperparameter_upload
+from fabricamp.engine.graph.captured import CapturedGroup, Launched, hyperparameter_upload
 from fabricamp.engine.graph.host_effects import MOST_CAPTURES_IN_A_ROW
 from fabricamp.engine.graph.lr_table import LrTable
 from fabricamp.engine.graph.refusals import BATCH_HOOKS, step_hooks
-from fabricamp.engine.graph.update import GraphUpdate, Key, Role
 from fabricamp.errors import ConfigError, NotCapturableError
 from fabricamp.hooks import overrides
 
@@ -38,30 +37,35 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
     from fabricamp._utils.types import Batch, Output
+    from fabricamp.engine.graph.batches import Key
+    from fabricamp.engine.graph.update import GraphUpdate
     from fabricamp.engine.loop import FitParts
     from fabricamp.engine.session import Session
 
 _LOG = logging.getLogger("fabricamp")
 
 
-class GroupUpdate(GraphUpdate):
-    """Launches several steps at once if the agenda allows it, and others one by one.
+class GroupUpdate:
+    """Launches several steps at once if the agenda allows it, and others one by one, by ``single``.
 
-    Single steps run as in :class:`GraphUpdate`.  Once their shape has a graph (a ``CapturedStep``), the steps of a launch are
-    captured in one more graph (a ``CapturedGroup``), which does the host's work of each step as the single graph does.
+    Once a shape has a graph of a single step (a ``CapturedStep``), the steps of a launch are captured in one more graph (a
+    ``CapturedGroup``), which does the host's work of each step as the single graph does.
     """
 
-    def __init__(self, parts: FitParts, session: Session) -> None:
-        # Set before super().__init__(), which calls use().
-        self._groups: dict[Key, CapturedGroup] = {}
+    def __init__(self, parts: FitParts, single: GraphUpdate, session: Session) -> None:
+        self.why_single = ""
+        """Why all steps are launched one by one; empty while steps are launched together."""
+        self._single = single
+        self._eager = single.eager
+        self._graphs = single.graphs
+        self._options = single.options
+        self._parts = parts
+        self._optimizer = parts.optimizers[0]
         self._launched: CapturedGroup | None = None
         """The group that was launched last, until the host has done the work of all its steps."""
         self._steps_done = 0
         """The number of steps of that group for which the host has done its work."""
-        self.why_single = ""
-        """Why all steps are launched one by one; empty while steps are launched together."""
         self._stale_in_a_row = 0
-        super().__init__(parts, session)
         callbacks = session.trainer.callbacks
         hooked = [one for one in callbacks if any(overrides(one, name, Callback) for name in BATCH_HOOKS)]
         parts.state.agenda.add(CallbackHolds(parts, [callback.holds_at for callback in hooked]))
@@ -69,7 +73,7 @@ class GroupUpdate(GraphUpdate):
         self._reader = GroupReader(
             parts,
             self._options.steps,
-            ready=self._is_ready_for_groups,
+            ready=self._is_ready,
             key_of=self._common_key,
             rng_state=generator.get_state,
         )
@@ -77,10 +81,15 @@ class GroupUpdate(GraphUpdate):
         self._role = Role(1, opens=True, closes=True)
         if parts.precision.verdicts is not None:
             parts.precision.verdicts.resize_ring(self._options.steps)
+        single.place.before_outside = self._note_outside
+
+    def use(self, step: Callable[..., object]) -> None:
+        """Sets another step to run; it is captured again after it has run eagerly."""
+        self._single.use(step)
 
     def begin_epoch(self, batch_idx: int) -> None:
         """Prepares an epoch; a :class:`ResidentLoader` gathers the batches of a launch at once."""
-        super().begin_epoch(batch_idx)
+        self._single.begin_epoch(batch_idx)
         if isinstance(self._parts.loader, ResidentLoader):
             self._parts.loader.gather_together(self._options.steps)
 
@@ -88,19 +97,19 @@ class GroupUpdate(GraphUpdate):
         """Yields the batches one by one, but reads those of a launch together."""
         return self._reader.read(batches)
 
-    def _is_ready_for_groups(self) -> bool:
-        return bool(self._steps) and not self.why_eager and not self.why_single
+    def _is_ready(self) -> bool:
+        return bool(self._graphs.steps) and not self._single.why_eager and not self.why_single
 
     def run_batch(self, batch: Batch, batch_idx: int, last: bool) -> Output:
         """Runs a step: does the host's work if the step is launched, or launches a group, or runs the step alone."""
         if self._launched is None:
             read = self._reader.take()
             if read is None or read.key is None or not self._launch_group(read.key, read.batches, batch_idx):
-                return super().run_batch(batch, batch_idx, last)
+                return self._single.run_batch(batch, batch_idx, last)
         group = self._launched
         assert group is not None
         outputs = group.after_step(self._steps_done)
-        self._note_replayed_update()
+        self._eager.note_update()
         self._steps_done += 1
         if self._steps_done == self._options.steps:
             self._launched = None
@@ -112,17 +121,17 @@ class GroupUpdate(GraphUpdate):
 
     def _launch_group(self, key: Key, batches: list[Batch], batch_idx: int) -> bool:
         """Launches the steps of ``batches`` together; returns whether that was possible."""
-        self._check_optimizer()
-        self._take_edits()
-        views = list(map(self._view, batches))
+        self._eager.check_optimizer()
+        self._eager.take_edits()
+        views = list(map(self._single.view, batches))
         group = self._group_for(key, views)
         if group is None:
             return False
         every = self._options.check_every
         difference = None
         if group.replays == 0 or (every and group.replays % every == 0):
-            eager = partial(self._run_each_eagerly, group, batches, batch_idx)
-            difference = self._launch_checked(group, views, eager, key)
+            run_eagerly = partial(self._run_each_eagerly, group, batches, batch_idx)
+            difference = self._single.check.launch(group, views, run_eagerly, key)
         else:
             group.launch(views)
         if group.lr_table is not None:
@@ -136,25 +145,26 @@ class GroupUpdate(GraphUpdate):
 
     def _group_for(self, key: Key, batches: list[Batch]) -> CapturedGroup | None:
         """Returns the graph of these steps, captured now if necessary, with uploaded learning rates; None if there is none."""
-        single = self._steps.get(key)
-        group = self._groups.get(key)
-        if single is not None and self._pool.is_lent and not self._reclaim_pool(group or single):
+        graphs = self._graphs
+        single = graphs.steps.get(key)
+        group = graphs.groups.get(key)
+        if single is not None and graphs.pool.is_lent and not graphs.reclaim(group or single):
             return None
         if single is None or not (group or single).is_valid():
             if group is not None:
                 # These steps run one by one and adopt the change; the next group is captured again.
-                del self._groups[key]
+                del graphs.groups[key]
                 self._stale_in_a_row += 1
                 if self._stale_in_a_row > MOST_CAPTURES_IN_A_ROW:
                     self._launch_singly("a value or tensor that the steps use changes after each launch")
             return None
         if group is None:
             try:
-                group = self._capture_group(key, batches)
+                group = self._capture(key, batches)
             except Exception as error:  # noqa: BLE001 - a step may raise anything; reported or raised by _launch_singly
                 self._launch_singly(reason_of_failure(error), error)
                 return None
-            self._groups[key] = group
+            graphs.groups[key] = group
             return group
         self._stale_in_a_row = 0
         if group.lr_table is not None:
@@ -163,67 +173,65 @@ class GroupUpdate(GraphUpdate):
 
     def _common_key(self, batches: list[Batch]) -> Key | None:
         """Returns the key of the graph for these batches; None if their signatures differ."""
+        view = self._single.view
         try:
-            first = signature(self._view(batches[0]))
-            alike = all(signature(self._view(batch)) == first for batch in batches[1:])
+            first = signature(view(batches[0]))
+            alike = all(signature(view(batch)) == first for batch in batches[1:])
         except NotCapturableError:  # run_batch reports it at that batch
             return None
         return (first, self._role) if alike else None
 
     # -- a capture ---------------------------------------------------------------------------------------------------------------
 
-    def _capture_group(self, key: Key, batches: list[Batch]) -> CapturedGroup:
+    def _capture(self, key: Key, batches: list[Batch]) -> CapturedGroup:
         """Captures the steps of ``batches`` without running them on the device."""
         parts = self._parts
         optimizer = self._optimizer
-        assert optimizer is not None
+        capture = self._single.capture
+        schedules = self._eager.schedules
         optimizer.zero_grad(set_to_none=True)
         inputs = cast("list[Batch]", copied(batches))
         lr_table = None
-        if self.schedules.follow_steps:
-            lr_table = LrTable(optimizer, self.schedules, self._state, parts.precision.verdicts, len(batches))
+        if schedules.follow_steps:
+            lr_table = LrTable(optimizer, schedules, parts.state, parts.precision.verdicts, len(batches))
             lr_table.predict()
-        self._memory_budget.check(
-            key, kept=self._kept_bytes(self._role), shared=self._pool.reserved(), lends=self._lends_to(self._role)
-        )
+        capture.check_memory(key)
         group = CapturedGroup(
             parts.module,
             inputs,
             self._role,
             parts.metrics,
-            self._steps[key],
+            self._graphs.steps[key],
             step_hooks(optimizer),
             lr_table=lr_table,
             shows_logs=self._shows_logs,
         )
         group.upload = hyperparameter_upload(optimizer)
-        used = self._capture_launches(group, lambda: self._capture_each(group, inputs))
-        self._report(batches[0], self._role, used, f" {len(batches)} at a time")
+        used = capture.capture_launches(group, partial(self._capture_each, group, inputs))
+        capture.report(batches[0], self._role, used, f" {len(batches)} at a time")
         return group
 
-    def _capture_each(self, group: CapturedGroup, inputs: list[Batch]) -> Output:
+    def _capture_each(self, group: CapturedGroup, inputs: list[Batch]) -> Launched:
         """Captures step after step, and what the host needs of each one afterwards."""
-        optimizer = self._optimizer
         verdicts = self._parts.precision.verdicts
-        assert optimizer is not None
 
-        def launch(number: int) -> Output:
-            outputs = self._launch(inputs[number], BatchIndex(), self._role)
+        def launch(number: int) -> Launched:
+            launched = self._single.capture.launch(inputs[number], BatchIndex(), self._role)
             if verdicts is not None:
-                verdicts.keep_statistics(optimizer)
-                note = verdicts.repeated(optimizer)
+                verdicts.keep_statistics(self._optimizer)
+                note = verdicts.repeated(self._optimizer)
                 if note is not None:
                     group.notes.append(note)
-            group.keep(number, outputs)
-            return outputs
+            group.keep(number, launched.outputs)
+            return launched
 
         return _launch_each(group.lr_table, len(inputs), launch)
 
     def _run_each_eagerly(self, group: CapturedGroup, batches: list[Batch], batch_idx: int) -> None:
         """Runs the steps of a launch eagerly, for the comparison with its replay."""
 
-        def launch(number: int) -> Output:
-            return self._launch(batches[number], batch_idx + number, self._role)
+        def launch(number: int) -> Launched:
+            return self._single.capture.launch(batches[number], batch_idx + number, self._role, lends=True)
 
         _launch_each(group.lr_table, len(batches), launch)
 
@@ -236,34 +244,32 @@ class GroupUpdate(GraphUpdate):
                 f"cuda_graph: CudaGraph(steps={self._options.steps}): {reason}; or give steps=1"
             ) from error
         self.why_single = reason
-        self._groups.clear()
+        self._graphs.groups.clear()
         _LOG.warning("CudaGraph(steps=%d) launches step by step: %s", self._options.steps, reason)
 
-    def _step_outside(self, reason: str) -> None:
-        """Also launches step by step: the optimizer's own step runs between two steps."""
+    def _note_outside(self, reason: str) -> None:
+        """Launches step by step, since the optimizer's own step runs between two steps from now on."""
         self._launch_singly(f"{type(self._optimizer).__name__} has to step after each replay: {reason}")
-        super()._step_outside(reason)
 
-    def _drop(self, *, waits: bool = True, forgets: bool = True) -> None:
-        """Also frees the graphs of several steps."""
-        super()._drop(waits=waits, forgets=forgets)
-        self._groups.clear()
+    def close(self, *, waits: bool) -> None:
+        """Frees the graphs, after a wait for the device with ``waits``."""
         self._launched = None
         self._parts.metrics.before_look = None
+        self._single.close(waits=waits)
 
 
-def _launch_each(lr_table: LrTable | None, steps: int, launch: Callable[[int], Output]) -> Output:
+def _launch_each(lr_table: LrTable | None, steps: int, launch: Callable[[int], Launched]) -> Launched:
     """Calls ``launch`` with the number of each step, under the step's learning rates; returns the last result."""
-    outputs = None
+    launched = Launched(None)
     if lr_table is not None:
         lr_table.begin()
     for number in range(steps):
         if lr_table is not None:
             lr_table.write(number)
-        outputs = launch(number)
+        launched = launch(number)
         if lr_table is not None:
             lr_table.note_applied(number)
-    return outputs
+    return launched
 
 
 # -- the batches of a launch -------------------------------------------------------------------------------------------------------

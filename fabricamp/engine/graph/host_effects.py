@@ -59,8 +59,8 @@ class StepWatch:
         options = session.settings.cuda_graph
         self._refuses_logs = options is not None and options.required
         """Whether logged values are already checked in eager steps; otherwise the capture finds bad ones."""
-        self._looks_for_waits = False
-        """Whether the call that runs now is checked for waits."""
+        self._mode_outside: int | None = None
+        """Torch's mode around the call that runs now, if that is checked for waits."""
 
     def log_watch(self) -> Any:
         """Returns the object that replaces the metrics of the run while a step is watched or captured."""
@@ -78,14 +78,14 @@ class StepWatch:
             if self._refuses_logs:
                 self._session.run_context.metrics = self.log_watch()
             if looks_for_waits:
-                self._looks_for_waits = True
+                self._mode_outside = torch.cuda.get_sync_debug_mode()
                 outputs, waits = _with_first_wait(call)
             else:
                 outputs = call()
         except NotCapturableError as error:
             raise refused(str(error)) from None
         finally:
-            self._looks_for_waits = False
+            self._mode_outside = None
             self._session.run_context.metrics = self._metrics
         changed = None if attributes is None else attributes.changed()
         drawn = next((name for name, state in host_generators().items() if generators[name] != state), "")
@@ -101,18 +101,10 @@ class StepWatch:
             reason = ""
         return outputs, reason
 
-    @contextlib.contextmanager
-    def allowing_waits(self) -> Iterator[None]:
-        """A context within a watched call for what no graph will hold, so it may wait for the device."""
-        if not self._looks_for_waits:
-            yield
-            return
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("default")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
+    def allow_waits(self) -> None:
+        """Lets the rest of the watched call wait for the device, since no graph will hold it."""
+        if self._mode_outside is not None:
+            torch.cuda.set_sync_debug_mode(self._mode_outside)
 
     def _owners(self) -> Iterator[object]:
         """Yields the objects whose attributes a step may change: the submodules, and the user's callbacks."""

@@ -82,8 +82,9 @@ def profile_fit(trainer: Trainer, run_context: RunContext, loop: TrainingLoop) -
 
     changed._forward = profiled(profiler, f"{strategy}.training_step", update._forward)
     changed.use = use_profiled
-    changed.run_batch = profiled(profiler, "run_training_batch", update.run_batch)
-    changed._launch_update = profiled(profiler, f"{module}.optimizer_step", update._launch_update)
+    runner: Any = loop.runner
+    runner.run_batch = profiled(profiler, "run_training_batch", runner.run_batch)
+    changed.launch_update = profiled(profiler, f"{module}.optimizer_step", update.launch_update)
     bound = update._hooks
     backward = profiled(profiler, f"{strategy}.backward", bound.backward)
     changed._hooks = dataclasses.replace(bound, backward=backward)
