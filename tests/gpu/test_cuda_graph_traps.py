@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fabricamp import Callback, ConfigError, CudaGraph
 from fabricamp.callbacks import GradientAccumulationScheduler
 from fabricamp.engine.graph import graphs
-from tests.gpu.test_cuda_graph import Net, captured, fit, images, same
+from tests.gpu.test_cuda_graph import Net, captured, equal, fit, images, same
 from tests.inside import captured_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -139,6 +139,37 @@ def test_a_generator_of_the_module_draws_what_it_draws_in_eager_steps(accumulate
     for run in runs[1:]:
         same(runs[0], run)
         assert torch.equal(runs[0][1].own.get_state(), run[1].own.get_state())
+
+
+class Writes(Net):
+    """Writes in place: in training to a tensor in a plain attribute, in validation to a buffer too."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.average = torch.zeros((), device="cuda")
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.average.mul_(0.9).add_(loss.detach())
+        return loss * (1 + 0.1 * self.average)
+
+    def validation_step(self, batch, batch_idx):
+        self.seen.add_(1)
+        self.average.add_(0.01)
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_comparison_puts_back_all_that_a_step_writes_to(accumulate):
+    options = {"max_epochs": 3, "accumulate_grad_batches": accumulate, "val_check_interval": 10}
+    runs = [
+        fit(graph, "O1", Writes(), validation=images(12), **options)
+        for graph in (False, CudaGraph(warmup=4), CudaGraph(warmup=4, check_every=3))
+    ]
+    for run in runs[1:]:
+        same(runs[0], run)
+        assert equal(runs[0][1].average, run[1].average)
 
 
 def test_a_later_check_finds_what_no_graph_sees():

@@ -861,10 +861,11 @@ def test_shapes_that_are_gathered_are_compared_but_where_a_step_may_not_wait(gra
 class WrongReplay:
     """A graph whose replay changes nothing and returns zeros; its capture has counted one batch."""
 
-    def __init__(self, states):
+    def __init__(self, states, seen):
         self.metric_states = states
         self.generators = SimpleNamespace(states=list, put_back=lambda states: None)
         self.outputs = torch.zeros(1)
+        self.written = {"seen": seen}
 
     def launch(self, batch):
         pass
@@ -890,8 +891,11 @@ def test_a_wrong_replay_of_an_evaluation_counts_its_batch_once(first):
     states.record()
     counted = module.mean.update_count
 
+    seen = torch.zeros(())
+
     def forward(batch):
         module.mean.update(torch.tensor(3.0))
+        seen.add_(1)
         return torch.ones(1)
 
     evaluation = object.__new__(GraphEvaluation)
@@ -902,7 +906,8 @@ def test_a_wrong_replay_of_an_evaluation_counts_its_batch_once(first):
     evaluation._forward = forward
     reasons = []
     evaluation._fallback = SimpleNamespace(give_up=reasons.append)
-    outputs = evaluation._run_checked(WrongReplay(states), "key", (None,), first=first)
+    outputs = evaluation._run_checked(WrongReplay(states, seen), "key", (None,), first=first)
     assert len(reasons) == 1
     assert torch.equal(outputs, torch.ones(1))
+    assert seen.item() == 1
     assert module.mean.update_count == (counted if first else counted + 1)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torchmetrics
+from torch import nn
 
-from fabricamp.engine.graph.comparison import REPEATED_STEPS, compare
+from fabricamp import OptLevel
+from fabricamp.engine.graph.comparison import REPEATED_STEPS, ComparedState, compare
+from fabricamp.metrics.replay import MetricStates
 
 
 class Number:
@@ -57,3 +63,34 @@ def test_a_wrong_replay_of_another_rank_is_taken_back_here_too():
         0,
         1 + REPEATED_STEPS,
     )
+
+
+def test_every_tensor_of_a_module_is_compared_and_put_back():
+    """A step may write to a tensor that is neither a parameter nor a buffer, and so does the eager step of the comparison."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), torchmetrics.MeanMetric())
+    module[0].average = torch.zeros(2)
+    generators = SimpleNamespace(states=list, put_back=lambda states: None, are=lambda states: True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    state = ComparedState(
+        module,
+        optimizer,
+        OptLevel("O0"),
+        torch.device("cpu"),
+        MetricStates(module),
+        generators,
+        written={"0.average": module[0].average},
+    )
+    written = {
+        "0.weight": module[0].weight.data,
+        "1.running_mean": module[1].running_mean,
+        "0.average": module[0].average,
+        "the state 'mean_value' of a MeanMetric": module[2].mean_value,
+    }
+    for name, tensor in written.items():
+        before = state.copy()
+        assert state.difference(before) == ""
+        value = tensor.clone()
+        tensor.add_(1)
+        assert state.difference(before) == name
+        state.put_back(before)
+        assert torch.equal(tensor, value)

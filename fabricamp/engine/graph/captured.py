@@ -41,7 +41,7 @@ from fabricamp.engine.graph.capture_errors import explained_errors
 from fabricamp.engine.graph.host_effects import CapturedConstantsGuard, Generators, is_plain
 from fabricamp.engine.graph.refusals import is_fused
 from fabricamp.errors import ConfigError
-from fabricamp.metrics.replay import LogReplay, MetricStates
+from fabricamp.metrics.replay import LogReplay, MetricStates, managed_attributes
 from fabricamp.ops.copies import Copies
 from fabricamp.ops.shards import MemoryOf, local
 from fabricamp.optimizers.refusals import owned_parameters
@@ -88,6 +88,9 @@ class Captured:
         if sum(tensor.nbytes for tensor in tensors_of(inputs)) >= _LARGE:
             self._in_flight = deque()
         self.log_replay = log_replay
+        self.written: dict[str, Tensor] = {}
+        """The tensors in attributes of the modules, by name, that the call writes to in place; set by the capture."""
+        self._versions = list(_versions_of(module))
         self._graph = torch.cuda.CUDAGraph()
         self.generators = Generators(module)
         self.metric_states = MetricStates(module)
@@ -113,6 +116,7 @@ class Captured:
         except BaseException:
             self.undo()
             raise
+        self.written = {name: tensor for name, tensor, version in self._versions if tensor._version != version}
         self.log_replay.record()
         self.metric_states.record()
         self._counts = bool(self.log_replay.cells) or self.metric_states.repeats
@@ -407,6 +411,15 @@ def _filled(outputs: Output, tensors: Iterator[Tensor]) -> Output:
     if isinstance(outputs, Tensor):
         return next(tensors)
     return with_parts(outputs, lambda part: _filled(part, tensors))
+
+
+def _versions_of(module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
+    """Yields buffers and tensors in other attributes of the modules, with torch's count of the writes to each."""
+    for path, part in module.named_modules():
+        managed = managed_attributes(part)
+        for name, value in chain(part._buffers.items(), vars(part).items()):
+            if isinstance(value, Tensor) and name not in managed and not value.is_inference():
+                yield f"{path}.{name}".removeprefix("."), value, value._version
 
 
 # -- around a capture --------------------------------------------------------------------------------------------------------------

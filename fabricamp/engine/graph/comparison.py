@@ -17,7 +17,7 @@ from fabricamp.ops.shards import local, local_gradient
 from fabricamp.ops.tensors import same_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -84,6 +84,7 @@ class ReplayCheck:
             step.generators,
             memory=self._eager.summing_memory(),
             weights=self._eager.weights,
+            written=step.written,
             accumulates=role.accumulate > 1,
             handed=[parameter for parameter, _ in step.launched.handed],
         )
@@ -156,8 +157,8 @@ def compare(
 class ComparedState:
     """All that a step writes: weights, buffers, metric and optimizer states, loss scale, step status, the device's generators.
 
-    With ``accumulates``, also the gradients of an accumulation in progress, in ``.grad`` or in ``memory``.  ``handed``: parameters
-    whose ``.grad`` the step writes for an optimizer that steps after it.
+    ``written``: other tensors that it writes to, by name.  With ``accumulates``, also the gradients of an accumulation in progress,
+    in ``.grad`` or in ``memory``.  ``handed``: parameters whose ``.grad`` the step writes for an optimizer that steps after it.
     """
 
     def __init__(
@@ -169,12 +170,13 @@ class ComparedState:
         metric_states: MetricStates,
         generators: Generators,
         *,
+        written: Mapping[str, Tensor] | None = None,
         memory: GradientMemory | None = None,
         weights: LossWeights | None = None,
         accumulates: bool = False,
         handed: Sequence[Tensor] = (),
     ) -> None:
-        tensors = dict(_named_tensors(module, optimizer, precision.verdicts))
+        tensors = {**(written or {}), **dict(_named_tensors(module, optimizer, precision.verdicts))}
         if weights is not None:
             tensors["the weight of the losses"] = weights.total
             tensors["the mean weight of the losses"] = weights.reference

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from fabricamp.engine.graph.batches import BatchIndex, copied, signature, tensors_of, view_of
 from fabricamp.engine.graph.capture_errors import reason_of_failure
@@ -22,7 +23,7 @@ from fabricamp.metrics.slots import MetricTable
 from fabricamp.ops.tensors import same_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Mapping
 
     from fabricamp._utils.types import Batch, Output, Step
     from fabricamp.engine.session import Session
@@ -148,32 +149,33 @@ class GraphEvaluation:
         return graph
 
     def _run_checked(self, graph: Captured, key: Hashable, arguments: tuple[Any, ...], *, first: bool) -> Output:
-        """Runs a replay, and compares its outputs, logged values and metric states with those of an eager step.
+        """Runs a replay, and compares its outputs, logged values, metric states and all else that it writes with an eager step's.
 
-        Returns the outputs of the replay; if the replay is wrong, those of the eager step, with its logged values and states.
+        Returns the outputs of the replay; if the replay is wrong, those of the eager step, with what that has written.
         """
-        if not self._memory_budget.has_free(self._memory_budget.eager_bytes(key)):
+        written = {**graph.written, "a logged value": self._table.bank}
+        copies = 3 * sum(tensor.nbytes for tensor in written.values())
+        if not self._memory_budget.has_free(self._memory_budget.eager_bytes(key) + copies):
             _LOG.warning("a replay of %s is not compared with an eager call: there is no memory for one", self._step)
             graph.launch(self._view(arguments))
             return graph.after_replay(first=first)
         states = graph.metric_states
         generators = graph.generators
-        bank = self._table.bank
-        bank_before = bank.clone()
+        written_before = _copies(written)
         states_before = states.copy()
         drawn_before = generators.states()
         graph.launch(self._view(arguments))
-        replayed = [*map(torch.clone, tensors_of(graph.outputs)), bank.clone()]
+        replayed = {**_copies(_named(graph.outputs)), **_copies(written)}
         states_replayed = states.copy()
         drawn_replayed = generators.states()
         weights = [(cell, cell.weight) for cell in self._table.cells.values()]
 
-        def run_eagerly() -> tuple[Output, list[torch.Tensor]]:
-            bank.copy_(bank_before)
+        def run_eagerly() -> tuple[Output, dict[str, Tensor]]:
+            _put_back(written, written_before)
             states.put_back(states_before)
             generators.put_back(drawn_before)
             outputs = self._forward(*arguments)
-            return outputs, [*tensors_of(outputs), bank.clone()]
+            return outputs, {**_named(outputs), **_copies(written)}
 
         outputs, eager = run_eagerly()
         states_eager = states.copy()
@@ -181,7 +183,7 @@ class GraphEvaluation:
         difference = states.difference(states_replayed) or _difference(eager, replayed)
         if difference and any(_difference(run_eagerly()[1], eager) for _ in range(REPEATED_STEPS)):
             difference = ""  # eager calls differ, too: the step's kernels are not deterministic
-        bank.copy_(eager[-1] if difference else replayed[-1])
+        _put_back(written, eager if difference else replayed)
         # The update counts are on the host and stay those of the replay: after_replay continues them.
         states.put_back(states_eager._replace(counts=states_replayed.counts) if difference else states_replayed)
         generators.put_back(drawn_eager if difference else drawn_replayed)
@@ -211,11 +213,23 @@ class GraphEvaluation:
         self._pool = torch.cuda.graph_pool_handle()
 
 
-def _difference(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> str:
-    """Returns which output, or the logged values (the last tensor), differs in any bit; an empty string if none does."""
-    if len(tensors) != len(others):
+def _named(outputs: Output) -> dict[str, Tensor]:
+    """Returns the tensors of a step's outputs, by names for a message."""
+    return {f"output {number}": tensor for number, tensor in enumerate(tensors_of(outputs))}
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def _put_back(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        tensor.copy_(values[name])
+
+
+def _difference(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> str:
+    """Returns the name of the first tensor that differs in any bit; an empty string if none does."""
+    if tensors.keys() != others.keys():
         return "the number of its outputs"
-    for number, (tensor, other) in enumerate(zip(tensors, others, strict=True)):
-        if not same_bits(tensor, other):
-            return "a logged value" if number == len(tensors) - 1 else f"output {number}"
-    return ""
+    return next((name for name, tensor in tensors.items() if not same_bits(tensor, others[name])), "")
