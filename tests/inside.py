@@ -29,8 +29,8 @@ def captured_steps(update):
 
 
 def captured_groups(update):
-    """Returns the captured launches of several steps; empty for an update that launches each step by itself."""
-    return update.graphs.groups
+    """Returns the captured launches of several steps; empty for an ``update`` that launches each step by itself, and for None."""
+    return {} if update is None else update.graphs.groups
 
 
 def captured_evaluations(trainer):

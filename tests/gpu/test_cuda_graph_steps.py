@@ -49,9 +49,7 @@ class Late(Callback):
 
     def on_train_epoch_end(self, trainer, module):
         self.epochs.append({name: value.clone() for name, value in trainer.callback_metrics.items()})
-        update = captured(trainer)
-        groups = getattr(update, "_groups", {})
-        self.launches = max(self.launches, sum(one.replays for one in groups.values()))
+        self.launches = max(self.launches, sum(one.replays for one in captured_groups(captured(trainer)).values()))
 
 
 class Scheduled(Net):
