@@ -192,7 +192,7 @@ def test_a_signal_before_a_line_stops_both_ranks_at_one_micro_batch():
     one, other = run_ranks(signals_before_lines, 2, lines)
     assert [end[:2] for end in one] == [end[:2] for end in other]
     assert {reason for _, reason, _ in one} == {"SIGTERM"}
-    assert sum(both[0][2] and both[1][2] for both in zip(one, other, strict=True)) > len(lines) / 2
+    assert sum(both[0][2] and both[1][2] for both in zip(one, other, strict=True)) >= len(lines) / 3
 
 
 def asked_between_batches():

@@ -499,5 +499,5 @@ def test_a_request_before_any_line_while_four_threads_run(on, there):
     for number in range(1, 12):  # the lines of a poll that finds nothing
         assert side_by_side("poll", on, number, None, there=there)
     for function, asks in itertools.product(("poll", "hold"), (0, 1)):
-        lines = itertools.takewhile(lambda number: side_by_side(function, on, number, asks, there=there), range(1, 100))
-        assert len([*lines]) > 10
+        # A poll on its way at the request may leave few lines for the next ones.
+        assert sum(side_by_side(function, on, number, asks, there=there) for number in range(1, 36)) > 10
