@@ -67,7 +67,7 @@ class ManualUpdate(Update):
             # The user's optimizers have stepped: only the end of the step is launched, as self._optimizer is None.
             loss, self.loss = self.loss, None
             self.launch_update(loss)
-            self.note_update()
+            self._count_update()
             self._gradient_scales.move()
         if not self._hooks.wants_outputs:
             return None
@@ -379,7 +379,7 @@ class ClosureUpdate(Update):
             self._parts.metrics.muted = False
         if self.overflow_policy is not None:
             self.overflow_policy.launch_end(loss)
-        self.note_update()
+        self._count_update()
         if not outputs:
             return None
         return outputs[-1] if self._last_call_counts else outputs[0]

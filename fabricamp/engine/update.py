@@ -232,15 +232,17 @@ class Update:
             return outputs
         if loss is None:
             self._note_empty_step()
-            return outputs
-        self.check_optimizer()
-        self._look_for_unseen_edits()
-        self.loss = None  # what a hook within the update saves has no accumulation in progress
-        if self._closure is None:
-            self.launch_update(loss, batch_idx)
         else:
-            outputs = self._launch_with_closure(self._closure, loss, batch, batch_idx, outputs)
-        self.note_update()
+            self.check_optimizer()
+            self._look_for_unseen_edits()
+            self.loss = None
+            if self._closure is None:
+                self.launch_update(loss, batch_idx)
+            else:
+                outputs = self._launch_with_closure(self._closure, loss, batch, batch_idx, outputs)
+            self._count_update()
+        # Last: what is saved when a schedule or an overflow raises repeats the whole accumulation.
+        self._state.open_batches = 0
         return outputs
 
     def forward_backward(self, batch: Batch, batch_idx: int, earlier: Tensor | None) -> tuple[Output, Tensor | None]:
@@ -513,9 +515,13 @@ class Update:
         step.run_shown(loss, look, run)
 
     def note_update(self) -> None:
-        """Does the host's work after an update: counters, schedules, step statuses of earlier updates."""
+        """Does the host's work after an update that the replay of a graph has launched, and ends its accumulation."""
         self.loss = None
         self._state.open_batches = 0
+        self._count_update()
+
+    def _count_update(self) -> None:
+        """Does the host's work after any update: counters, schedules, step statuses of earlier updates."""
         self._state.global_step += 1
         self.stepped = True
         if self._advances_at_once:
@@ -528,7 +534,6 @@ class Update:
 
         Schedules that follow the applied steps of a loss scaler do not move, since the device has made no step.
         """
-        self._state.open_batches = 0
         self._state.global_step += 1
         self.stepped = True
         self.empty_steps += 1

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from fabricamp import Callback, ConfigError
 from fabricamp.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
@@ -59,6 +60,31 @@ def test_a_fit_that_failed_goes_on_from_its_file_which_is_gone_when_it_has_ended
     assert file.exists()  # only a successful fit removes the file
     assert fit("rescue", Fails(lambda: None), file, filename="rescued") == fit(tmp_path, Classifier())
     assert names("rescue") == []
+
+
+def test_what_fails_after_an_update_repeats_the_whole_accumulation(tmp_path):
+    """Its gradients are gone, and an accumulation that began with its last micro-batch would end at another one."""
+
+    class Fails(Classifier):
+        def lr_scheduler_step(self, scheduler, metric):
+            if self.trainer.global_step == 2:
+                raise RuntimeError("a schedule")
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}]
+
+    trainer = quiet_trainer(
+        max_epochs=1,
+        accumulate_grad_batches=4,
+        enable_checkpointing=True,
+        callbacks=[OnExceptionCheckpoint(tmp_path)],
+    )
+    with pytest.raises(RuntimeError, match="a schedule"):
+        trainer.fit(Fails(), loader(64))
+    (file,) = tmp_path.glob("*.ckpt")
+    saved = torch.load(file)["loops"]["fit"]
+    assert (saved["batch_idx"], saved["open_batches"]) == (4, 0)
 
 
 def test_a_trial_and_what_failed_before_training_leave_no_file(tmp_path):

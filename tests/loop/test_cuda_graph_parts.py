@@ -24,6 +24,7 @@ from fabricamp import Callback, ConfigError, CudaGraph, OptLevel
 from fabricamp.cuda_graph import as_cuda_graph
 from fabricamp.engine.graph import capture_errors, memory_budget, memory_pool
 from fabricamp.engine.graph.batches import BatchIndex, Role, copied, signature, tensors_of
+from fabricamp.engine.graph.cache import GraphCache
 from fabricamp.engine.graph.capture import AccumulationGradients
 from fabricamp.engine.graph.capture_consensus import CaptureConsensus, Stage
 from fabricamp.engine.graph.captured import (
@@ -44,6 +45,8 @@ from fabricamp.engine.graph.host_effects import (
 from fabricamp.engine.graph.memory_pool import GraphPool
 from fabricamp.engine.graph.optimizer_place import OptimizerPlace
 from fabricamp.engine.graph.refusals import graph_refusal, group_refusal, reason_outside, said_of_outside, step_hooks
+from fabricamp.engine.graph.seen_batches import SeenBatches
+from fabricamp.engine.graph.warmup import Warmup
 from fabricamp.engine.run_context import gathered
 from fabricamp.errors import NotCapturableError
 from fabricamp.gradients.memory import GradientMemory
@@ -432,6 +435,103 @@ def test_presence_follows_sums_and_replays():
     assert memory.presence == before
     memory.presence = after
     assert [one is None for one in memory.local().tensors] == [True, False, True]
+
+
+def warming(*, shapes=2, eager_steps=0):
+    """Returns a warm-up of three batches, the graphs that it asks for, and what it says."""
+    said = []
+    options = CudaGraph(warmup=3, shapes=shapes)
+    graphs = GraphCache(
+        SimpleNamespace(device=torch.device("cpu"), cuda_stream=0), RunState(), None, sums=False, say=said.append
+    )
+    seen = SeenBatches("training_step", options, said.append)
+    warmup = Warmup(options, SimpleNamespace(eager_steps=eager_steps), graphs, seen)
+    graphs.on_drop = warmup.begin_again
+    return warmup, graphs, said
+
+
+ALONE = Role(1, opens=True, closes=True)
+
+
+def test_a_batch_is_captured_after_enough_eager_ones_of_its_shape_and_role():
+    warmup, graphs, _ = warming()
+    first, last = Role(2, opens=True, closes=False), Role(2, opens=False, closes=True)
+    batch = torch.zeros(2)
+    assert warmup.count(("a", first), batch, batch) == 1
+    assert warmup.count(("a", last), batch, batch) == 1
+    assert not warmup.is_over(("a", first))  # once is too few for a role, however many its shape has
+    assert warmup.count(("a", first), batch, batch) == 2
+    assert warmup.is_over(("a", first))
+    assert not warmup.is_over(("a", last))
+    graphs.steps["a", first] = None
+    assert not warmup.is_over(("a", first))
+    graphs.steps.clear()
+    warmup.leave_out(("a", first))
+    assert not warmup.is_over(("a", first))
+    graphs.drop()
+    assert not warmup.is_over(("a", first))  # each role runs eagerly again
+    for _ in range(2):
+        warmup.count(("a", first), batch, batch)
+    assert warmup.is_over(("a", first))
+    warmup.begin()
+    assert not warmup.is_over(("a", first))
+
+
+def test_a_strategy_may_ask_for_eager_steps_and_only_some_shapes_get_graphs():
+    warmup, graphs, said = warming(shapes=1, eager_steps=3)
+    batch = torch.zeros(2)
+    for _ in range(2):
+        warmup.count(("a", ALONE), batch, batch)
+    assert not warmup.is_over(("a", ALONE))
+    warmup.count(("a", ALONE), batch, batch)
+    assert warmup.is_over(("a", ALONE))
+    graphs.steps["a", ALONE] = None
+    for _ in range(3):
+        assert not said
+        warmup.count(("b", ALONE), batch, batch)
+    assert "CudaGraph(shapes=1) allows no further graph" in said[0]
+    assert not warmup.is_over(("b", ALONE))
+
+
+def test_a_loss_weight_that_is_a_number_may_not_change():
+    warmup, graphs, _ = warming()
+    key = ("a", ALONE)
+    assert [warmup.changing_weight(key, one) for one in (4.0, 4.0)] == ["", ""]
+    assert "a number that differs between batches of one shape" in warmup.changing_weight(key, 5.0)
+    graphs.drop()
+    assert warmup.changing_weight(key, 5.0) == ""
+
+
+def test_graphs_whose_lent_memory_is_kept_are_dropped_and_lend_none_again():
+    _, graphs, said = warming()
+    assert graphs.lends_to(ALONE)
+    assert not graphs.lends_to(Role(2, opens=True, closes=True))
+    graphs.pool = PoolOf()
+    graphs.pool.blocks = [(7, 1000, 16)]
+    assert graphs.reclaim()  # before the first capture nothing is lent
+    graphs.steps["a", ALONE] = None
+    graphs.pool = PoolOf()
+    graphs.pool.blocks = [(7, 1000, 16)]
+    graphs.stream.synchronize = lambda: said.append("waits")
+    assert not graphs.reclaim()
+    assert (graphs.steps, graphs.lends_to(ALONE), said[1:]) == ({}, False, ["waits"])
+    assert "a tensor of an eager step is kept in the graphs' memory" in said[0]
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_giving_up_is_an_error_where_a_graph_is_required(required, caplog):
+    dropped = []
+    fallback = EagerFallback(CudaGraph(required=required), Strategy(), lambda: dropped.append(1), "test_step")
+    error = ValueError("cause")
+    if required:
+        with pytest.raises(ConfigError, match="cuda_graph: it waits; or give cuda_graph='auto'") as caught:
+            fallback.give_up("it waits", error)
+        assert caught.value.__cause__ is error
+        assert (fallback.why, dropped) == ("", [])
+    else:
+        fallback.give_up("it waits", error)
+        assert (fallback.why, dropped) == ("it waits", [1])
+        assert caplog.messages == ["cuda_graph='auto' runs test_step eagerly: it waits"]
 
 
 def meeting(stages):
