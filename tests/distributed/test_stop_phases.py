@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import re
 import signal
 import sys
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -90,6 +92,15 @@ def test_the_table_has_every_phase_and_each_has_a_way():
     impossible = {cell for cell, leads_to in TABLE.items() if leads_to == "-"}
     without_promise = set(itertools.product(("OPENING", "RUNNING", "ASKED"), ("agree", "early")))
     assert impossible == without_promise | {("AGREED", "early"), ("ABANDONED", "agree")}
+
+
+def test_the_page_tells_of_each_phase_and_of_each_writer_s_methods():
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    told = page.split("### A stop by a signal")[1].split("\n## ")[0]
+    rows = [line for line in told.splitlines() if line.startswith("| ")]
+    assert re.findall("^\\| `([A-Z]+)` ", "\n".join(rows), re.MULTILINE) == [*Phase.__members__]
+    notes = ["request", "poll", "note_store_lost", "guard", "begin", "note_exception"]
+    assert [name for name in notes if hasattr(StopAgreement, name) and f"`{name}`" in "".join(rows)] == notes
 
 
 @pytest.mark.parametrize(("phase", "event"), CELLS, ids=map("-".join, CELLS))
