@@ -59,7 +59,7 @@ and ``teardown``::
     on_validation_end (c, m)
     on_validation_model_train (m)               not in ``predict``
 
-An exception, Ctrl-C included, calls ``on_exception`` (c) and then ``teardown``.
+An exception calls ``on_exception`` (c), and no ``teardown``.  A signal or Ctrl-C that stops the loop calls both.
 """
 
 from __future__ import annotations
