@@ -14,13 +14,14 @@ import torch
 from fabricamp.engine.update import Update
 from fabricamp.errors import ConfigError
 from fabricamp.gradients.flat import IN_PLACE
+from fabricamp.ops.shards import local_gradient
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.optimizers.closures import demands_closure, takes_closure
 from fabricamp.precision.base import Clip
 from fabricamp.precision.torch_updates import StepClosure, clip_gradients, write_gradients
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -50,7 +51,8 @@ class ManualUpdate(Update):
         self._scales = parts.precision.state_dict().get("loss_scale", 1.0) != 1.0
         step_results = parts.precision.verdicts
         self._scale_moves = step_results is not None and step_results.scale_moves
-        self._gradient_scales = GradientScales()
+        # Only where the scale moves are kept gradients noted with the number of a scale.
+        self._gradient_scales = GradientScales(getattr(step_results, "scale_change_since", lambda _: None))
 
     def batches_to(self, steps: float) -> float:
         """Returns the fewest micro-batches in which ``steps`` steps can be made: the user decides which of them make one."""
@@ -243,9 +245,13 @@ class GradientScales:
 
     The host knows scales by number: the scale moves at the end of a training_step, which :meth:`move` is told.  A gradient that was
     replaced or written in between (a ``zero_grad`` of either kind) is a new one.
+
+    Where that is exact, gradients that are kept get the new scale: fp32 ones, if the scale changes by powers of two.
+    ``change_since`` returns the scale of now divided by that of so many scales ago, on the device; None if it is not exact.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, change_since: Callable[[int], Tensor | None]) -> None:
+        self._change_since = change_since
         self._number = 0
         """The number of the scale that a backward now gives its gradients."""
         self._notes: list[_Note] = []
@@ -298,19 +304,35 @@ class GradientScales:
             self.note(parameters)
 
     def _settle(self) -> None:
-        """Drops what was replaced or written since it was noted; of the rest, finds the gradients with another scale."""
+        """Drops what was replaced or written since it was noted; of the rest, finds or rescales gradients with another scale."""
         if self._others:
             self._others = {each: seen for each, seen in self._others.items() if seen.is_still(each.grad)}
-        current = []
-        for note in self._notes:
-            if note.number == self._number:
-                current.append(note)
-            elif any(map(operator.is_not, map(_grad, note.parameters), repeat(None))):
-                for parameter, gradient, version in zip(note.parameters, note.gradients, note.versions, strict=True):
-                    seen = _Seen(gradient, version)
-                    if seen.is_still(parameter.grad):
-                        self._others[parameter] = seen
-        self._notes = current
+        earlier = [note for note in self._notes if note.number != self._number]
+        self._notes = [note for note in self._notes if note.number == self._number]
+        for note in earlier:
+            if all(map(operator.is_, map(_grad, note.parameters), repeat(None))):
+                continue
+            kept: dict[Tensor, _Seen] = {}
+            for parameter, gradient, version in zip(note.parameters, note.gradients, note.versions, strict=True):
+                seen = _Seen(gradient, version)
+                if seen.is_still(parameter.grad):
+                    kept[parameter] = seen
+            if kept and not self._rescale(list(kept), note.number):
+                self._others.update(kept)
+
+    @torch.no_grad()
+    def _rescale(self, parameters: list[Tensor], number: int) -> bool:
+        """Gives the gradients of ``parameters``, whose scale has this ``number``, that of now; returns whether that is exact."""
+        gradients = [gradient for gradient in map(local_gradient, parameters) if gradient is not None]
+        exact = all(gradient.dtype is torch.float32 and not gradient.is_sparse for gradient in gradients)
+        if number == _UNSCALED or not exact:
+            return False
+        factor = self._change_since(self._number - number)
+        if factor is None:
+            return False
+        torch._foreach_mul_(gradients, factor)
+        self.note(parameters)
+        return True
 
     def state(self, module: nn.Module) -> list[str]:
         """Returns the names of the parameters whose gradients have another scale."""

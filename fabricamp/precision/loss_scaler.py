@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -168,6 +169,20 @@ class LossScaler:
     def is_lowest(self) -> bool:
         """Whether the scale in the last status that was read cannot fall any further."""
         return bool(self.known.scale <= self._floor)
+
+    def change_since(self, steps: int) -> Tensor | None:
+        """Returns, on the device, the scale of now divided by that of ``steps`` ended steps ago.
+
+        None if the scale then is not known any more, or if the quotient may be no power of two.  Only with one loss.
+        """
+        if steps >= self._slots or not all(math.frexp(one)[0] == 0.5 for one in (*self._limits, self._initial)):
+            return None
+        step = self.steps - 1 - steps  # this one has recorded the scale
+        if step < 0:
+            change: Tensor = self.state.scale / self._initial
+        else:
+            change = self.state.scale / self._ring[step % self._slots, _SCALE].view(torch.float32)
+        return change
 
     def ending(self) -> ops.ScaleRule:
         """Returns the rule for an optimizer step that also ends the training step; :meth:`launch_end` then does nothing.

@@ -85,6 +85,10 @@ class StepResults:
         """
         return self.dynamic and len(self.scaler.losses) == 1 and self.scaler.can_move
 
+    def scale_change_since(self, steps: int) -> Tensor | None:
+        """Returns, on the device, the loss scale of now divided by that of ``steps`` ended steps ago; None if it is not exact."""
+        return self.scaler.change_since(steps)
+
     @property
     def known_is_inherited(self) -> bool:
         """Whether the last status that :meth:`note_end` returned is of a step before the checkpoint that the run continues."""

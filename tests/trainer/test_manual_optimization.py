@@ -212,7 +212,7 @@ OTHER_SCALE = (
 @pytest.mark.filterwarnings("ignore:Using backward")  # create_graph
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
-@pytest.mark.parametrize("precision", ["O1", "O2", "16-mixed"])
+@pytest.mark.parametrize("precision", ["O2", OptLevel("O1", max_loss_scale=3.0**11)])
 def test_a_sum_of_gradients_with_two_loss_scales_is_refused_at_its_step(precision, make, create_graph):
     module = Keeps(make, create_graph=create_graph)
     before = module.b.weight.detach().clone()
@@ -221,6 +221,71 @@ def test_a_sum_of_gradients_with_two_loss_scales_is_refused_at_its_step(precisio
         trainer.fit(module, batches())
     assert trainer.global_step == 1  # in the second training_step, at the first step of b
     assert torch.equal(module.b.weight, before)
+
+
+class KeepsLong(TrainingModule):
+    """Optimizer a steps in every batch, b in every fifth one; batch 7 overflows in the loss of a ``spiked`` player."""
+
+    def __init__(self, make, spiked=""):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = torch.nn.Linear(4, 1)
+        self.b = torch.nn.Linear(4, 1)
+        self.automatic_optimization = False
+        self.make = make
+        self.spiked = spiked
+
+    def loss(self, player, batch, batch_idx):
+        factor = float("inf") if batch_idx == 7 and player == self.spiked else 1e-3
+        return getattr(self, player)(batch).float().square().mean() * factor
+
+    def training_step(self, batch, batch_idx):
+        a, b = self.optimizers()
+        a.zero_grad()
+        self.manual_backward(self.loss("a", batch, batch_idx))
+        a.step()
+        self.manual_backward(self.loss("b", batch, batch_idx))
+        if batch_idx % 5 == 4:
+            b.step()
+            b.zero_grad()
+
+    def configure_optimizers(self):
+        return [self.make(player.parameters(), lr=10.0) for player in (self.a, self.b)]
+
+
+def kept_long(precision, *options):
+    module = KeepsLong(*options)
+    data = torch.randn(40, 8, 4, generator=torch.Generator().manual_seed(1))
+    trainer = quiet_trainer(max_epochs=1, precision=precision)
+    trainer.fit(module, list(data))
+    return module, trainer
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
+def test_kept_fp32_gradients_follow_a_scale_that_moves_by_powers_of_two(make):
+    """The scale doubles after every third step, so each sum of b is of gradients with two or three scales."""
+
+    def moving():
+        return OptLevel("O1", scale_window=3, max_loss_scale=2.0**22)
+
+    constant, _ = kept_long(OptLevel("O1", loss_scale=2.0**16), make)
+    module, trainer = kept_long(moving(), make)
+    assert trainer.skipped_steps == 0
+    assert trainer.precision_plugin.verdicts.scale == 2.0**22
+    assert all(map(torch.equal, module.parameters(), constant.parameters()))
+    assert not torch.equal(module.b.weight, KeepsLong(make).b.weight)
+
+    # An overflow of a lowers the scale at once, with the gradients that b keeps.
+    module, trainer = kept_long(moving(), make, "a")
+    assert trainer.skipped_steps == 1
+    assert all(map(torch.equal, module.b.parameters(), constant.b.parameters()))
+
+    # One in what b keeps skips its next step alone.
+    module, trainer = kept_long(moving(), make, "b")
+    assert trainer.skipped_steps == 1
+    assert all(map(torch.equal, module.a.parameters(), constant.a.parameters()))
+    assert all(parameter.isfinite().all() for parameter in module.b.parameters())
+    assert not torch.equal(module.b.weight, KeepsLong(make).b.weight)
 
 
 def by_hand(module, *, clears):
@@ -361,13 +426,12 @@ class StepsLater(Keeps):
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
-@pytest.mark.parametrize("precision", ["O1", "O2"])
 @pytest.mark.parametrize("kind", [StepsLate, StepsLater])
-def test_gradients_whose_scale_may_have_moved_are_refused_at_their_step(kind, precision, make):
+def test_half_gradients_whose_scale_may_have_moved_are_refused_at_their_step(kind, make):
     with pytest.raises(ConfigError, match=OTHER_SCALE):
-        quiet_trainer(max_epochs=1, precision=precision).fit(kind(make), batches())
+        quiet_trainer(max_epochs=1, precision="O2").fit(kind(make), batches())
     module = kind(make)
-    quiet_trainer(max_epochs=1, precision=OptLevel(precision, loss_scale=64.0)).fit(module, batches())
+    quiet_trainer(max_epochs=1, precision=OptLevel("O2", loss_scale=64.0)).fit(module, batches())
     assert not torch.equal(module.b.weight, kind(make).b.weight)
 
 
@@ -431,25 +495,48 @@ def test_gradients_that_a_step_has_left_scaled_are_added_to():
 
 def mixing_on_a_rank():
     with pytest.raises(ConfigError, match=OTHER_SCALE):
-        quiet_trainer(max_epochs=1, precision="O1", strategy="ddp", devices="auto").fit(Keeps(), batches())
-    return True
+        quiet_trainer(max_epochs=1, precision="O2", strategy="ddp", devices="auto").fit(Keeps(), batches())
+    module = KeepsLong(FusedSGD)
+    moving = OptLevel("O1", scale_window=3, max_loss_scale=2.0**22)
+    data = torch.randn(40, 8, 4, generator=torch.Generator().manual_seed(1))
+    quiet_trainer(max_epochs=1, precision=moving, strategy="ddp", devices="auto").fit(module, list(data))
+    return list(module.parameters())
 
 
-def test_every_rank_refuses_a_sum_with_two_loss_scales():
-    assert run_ranks(mixing_on_a_rank, 2) == [True, True]
+def test_every_rank_refuses_or_rescales_a_sum_with_two_loss_scales():
+    alone, _ = kept_long(OptLevel("O1", loss_scale=2.0**16), FusedSGD)
+    for parameters in run_ranks(mixing_on_a_rank, 2):  # both ranks have the same batches
+        assert all(map(torch.equal, parameters, alone.parameters()))
 
 
-def test_gradients_kept_in_a_checkpoint_are_refused_in_the_resumed_run(tmp_path):
+def test_half_gradients_kept_in_a_checkpoint_are_refused_in_the_resumed_run(tmp_path):
     class Saves(Keeps):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             if batch_idx == 0:
                 self.trainer.save_checkpoint(tmp_path / "kept.ckpt")
 
-    quiet_trainer(max_steps=1, max_epochs=-1, precision="O1").fit(Saves(), batches())
-    resumed = quiet_trainer(max_steps=4, max_epochs=-1, precision="O1")
+    quiet_trainer(max_steps=1, max_epochs=-1, precision="O2").fit(Saves(), batches())
+    resumed = quiet_trainer(max_steps=4, max_epochs=-1, precision="O2")
     with pytest.raises(ConfigError, match=OTHER_SCALE):
         resumed.fit(Keeps(), batches(), ckpt_path=tmp_path / "kept.ckpt")
     assert resumed.global_step == 1
+
+
+@pytest.mark.parametrize("save_at", [3, 7, 13])
+def test_fp32_gradients_kept_in_a_checkpoint_follow_the_scale_in_the_resumed_run(tmp_path, save_at):
+    class Saves(KeepsLong):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch_idx == save_at:
+                self.trainer.save_checkpoint(tmp_path / "kept.ckpt")
+
+    def moving():
+        return OptLevel("O1", scale_window=3, max_loss_scale=2.0**22)
+
+    data = list(torch.randn(40, 8, 4, generator=torch.Generator().manual_seed(1)))
+    straight, resumed = Saves(FusedSGD), KeepsLong(FusedSGD)
+    quiet_trainer(max_epochs=1, precision=moving()).fit(straight, data)
+    quiet_trainer(max_epochs=1, precision=moving()).fit(resumed, data, ckpt_path=tmp_path / "kept.ckpt")
+    assert all(map(torch.equal, straight.parameters(), resumed.parameters()))
 
 
 def test_memory_of_cleared_gradients_is_free_before_the_next_backward():
