@@ -307,9 +307,12 @@ class GradientScales:
         """Drops what was replaced or written since it was noted; of the rest, finds or rescales gradients with another scale."""
         if self._others:
             self._others = {each: seen for each, seen in self._others.items() if seen.is_still(each.grad)}
-        earlier = [note for note in self._notes if note.number != self._number]
-        self._notes = [note for note in self._notes if note.number == self._number]
-        for note in earlier:
+        notes = self._notes
+        self._notes = []
+        for note in notes:
+            if note.number == self._number:
+                self._notes.append(note)
+                continue
             if all(map(operator.is_, map(_grad, note.parameters), repeat(None))):
                 continue
             kept: dict[Tensor, _Seen] = {}
