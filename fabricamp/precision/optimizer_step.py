@@ -153,8 +153,8 @@ class OptimizerStep:
         self._outside = outside or (_NOTHING, _NOTHING)
         self._device_type = strategy.device.type
         self._end = None if precision.verdicts is None else precision.verdicts.launch_end
-        # Whether only an exchange and clipping can surround the optimizer's own step.
-        self._is_bare = self._end is None and outside is None
+        # Whether only the strategy's exchange and clipping can surround the optimizer's own step.
+        self._is_bare = self._end is None and outside is None and is_own(self, "exchange", OptimizerStep)
         self._torch_clips = True
         # Whether the launch of finish also ends the training step, if it has the loss.
         self._finish_ends = False
@@ -174,7 +174,8 @@ class OptimizerStep:
         else:
             gradients = self.exchange()
             with self._outside[0], self._outside[1]:
-                self._update(None, self._write(gradients, self.clip, loss))
+                found_inf = self._write(gradients, self.clip, loss)
+                self._update(None, found_inf)
             self._end_step(loss)
 
     def run_shown(
@@ -277,7 +278,8 @@ class OptimizerStep:
         if self._by_kernels and run is None and self.call is None:
             self._launch(IN_PLACE, clip, None)
         else:
-            self._update(run, self._write(IN_PLACE, clip, None))
+            self._write(IN_PLACE, clip, None)
+            self._update(run, None)
 
     def _note_prepared(self) -> None:
         """Does the host's part of :meth:`prepare`."""
@@ -454,9 +456,8 @@ class ScaledStep(OptimizerStep):
         self._masters = scaling.masters
         self._skips = scaling.scaler is not None
         self._sticky = scaling.scaler is not None and scaling.scaler.sticky
-        self._no_grad = (
-            torch.no_grad()
-        )  # entered by kernels' steps alone, one at a time: as a decorator it is made in each step
+        # Entered by the kernels' way alone, one step at a time; a decorator would make a new one in each step.
+        self._no_grad = torch.no_grad()
         self._is_bare = False
         self._torch_clips = scaling.plain
         # Results of another class have to be called.  An update that reads the loss scale again must not find it moved.
@@ -638,7 +639,8 @@ class ScaledStep(OptimizerStep):
     def _update_shown(self, shown: Shown | None, clip: Clip | None, run: Callable[[], object] | None) -> None:
         """Updates from the gradients that hooks left in ``.grad``, once they are clipped."""
         assert shown is not None
-        self._update(run, self._take_edits(shown, clip))
+        found_inf = self._take_edits(shown, clip)
+        self._update(run, found_inf)
 
     @torch.no_grad()
     def _take_edits(self, shown: Shown, clip: Clip | None) -> Tensor:

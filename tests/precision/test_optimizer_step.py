@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fabricamp.errors import ConfigError
 from fabricamp.gradients.flat import IN_PLACE
 from fabricamp.optimizers import FusedAdam
-from fabricamp.precision import Clip, OptLevel, Precision, precision_from
+from fabricamp.precision import Clip, OptimizerStep, OptLevel, Precision, precision_from
 from fabricamp.strategies.base import Strategy
 from tests.pairs import pairs
 from tests.windows import add_up, end_step, make_step
@@ -185,6 +185,18 @@ def test_nothing_surrounds_the_optimizer_s_step_in_full_precision_without_clippi
     step.exchange = None  # not called
     step.run(None)
     assert calls == ["optimizer"]
+
+
+def test_an_overridden_exchange_is_called_where_nothing_else_surrounds_the_optimizer_s_step():
+    class Halves(OptimizerStep):
+        def exchange(self):
+            return super().exchange()._replace(divisor=2.0)
+
+    weight = nn.Parameter(torch.ones(1))
+    step = Halves(Precision(), torch.optim.SGD([weight], lr=1.0), Strategy(), None)
+    weight.grad = torch.ones(1)
+    step.run(None)
+    assert weight.item() == 0.5
 
 
 @pytest.mark.parametrize("name", ["step", "plan", "prepare_step", "step_prepared", "splits_steps"])

@@ -82,7 +82,6 @@ class UnscaledStep(OptimizerStep):
 
     def __init__(self, precision, optimizer, strategy, clip):
         super().__init__(precision, optimizer, strategy, clip)
-        self.exchanges = True
         self.precision = precision
 
     def exchange(self):
