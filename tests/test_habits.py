@@ -219,7 +219,9 @@ def packages_add_callbacks(tmp_path, monkeypatch, caplog):
     text = "[lightning.pytorch.callbacks_factory]\nadds = adds:make\n"
     (tmp_path / "adds-1.0.dist-info" / "entry_points.txt").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    return any(isinstance(one, fabricamp.callbacks.Timer) for one in quiet_trainer().callbacks)
+    added = any(isinstance(one, fabricamp.callbacks.Timer) for one in quiet_trainer().callbacks)
+    sys.modules.pop("adds", None)
+    return added
 
 
 def lightnings_seed_first(tmp_path, monkeypatch, caplog):

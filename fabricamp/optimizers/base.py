@@ -137,6 +137,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         """Sets the tensors that the next step reads and writes, one entry per parameter in the order of ``param_groups``.
 
         ``gradients``: None takes each parameter's ``.grad``; the same tuple as in the last call is assumed to be the same memory.
+        The caller keeps them until the step has been launched, which reads them by their addresses.
         ``copies``: tensors into which the step also writes the rounded parameters.  ``flags``: fp32 numbers in device memory; the
         step skips a parameter if its flag is 0.  Pass the same list of ``copies`` and of ``flags`` each time; a list that is left
         out is that of the last call.  ``parameters``: those of ``param_groups``, from a caller that has just read them; the tuple

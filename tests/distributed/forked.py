@@ -20,8 +20,10 @@ import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
+from pathlib import Path
 
 import rich
 
@@ -33,6 +35,9 @@ if multiprocessing.parent_process() is None:
     import torch._dynamo  # noqa: F401  every forked process would import it, for seconds; a spawned one has no use for it
 
 __all__ = ["start_forked"]
+
+# Where pytest makes the folders of tests, as in pytest's own TempPathFactory.
+_FOLDERS = str(Path(os.environ.get("PYTEST_DEBUG_TEMPROOT") or tempfile.gettempdir()).resolve() / "pytest-of-")
 
 
 def start_forked(folder, *command, streams=None, **variables):
@@ -148,3 +153,11 @@ def _become_its_own(folder, variables, streams):
     os.environ.update(variables)
     os.chdir(folder)
     rich.reconfigure()  # rich's console was configured for pytest's output
+    _forget_modules_of_tests()
+
+
+def _forget_modules_of_tests():
+    """Removes the modules that earlier tests imported from their own folders: this process may have others of the same name."""
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(_FOLDERS):
+            del sys.modules[name]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 from fabricamp import ops
+from fabricamp.apex.contrib.optimizers import FusedAdam as OldAdam
 from fabricamp.ops.table import Table
 from fabricamp.optimizers import FusedAdam, FusedSGD
 from tests.cuda_on_cpu.compiler import one_order, references
@@ -149,14 +152,33 @@ def test_parameters_whose_data_is_replaced(kernel_device):
 
 
 @one_order
+def test_gradients_that_apexs_old_adam_makes_live_until_the_step_has_read_them(kernel_device):
+    made = []
+
+    class Looks(OldAdam):
+        def gather(self, gradients, *copies):
+            made.extend(map(weakref.ref, gradients))
+            super().gather(gradients, *copies)
+
+        def steer(self, state):
+            assert [one() is None for one in made] == [False]
+            super().steer(state)
+
+    weight = nn.Parameter(torch.ones(70, device=kernel_device))
+    Looks([weight]).step(grads=[numbers(kernel_device, 70)], scale=2.0)
+    assert len(made) == 1
+
+
+@one_order
 def test_a_half_copy_whose_data_is_replaced_gets_the_next_weights(kernel_device):
     """A graph of the module compares its weights itself, so that :meth:`FusedAdam.upload` does not look at them."""
     master = nn.Parameter(torch.ones(70, device=kernel_device))
     copies = [torch.ones(70, dtype=torch.float16, device=kernel_device)]
     optimizer = FusedAdam([master], lr=0.1)
     state = ops.StepState.on(kernel_device)
+    gradient = numbers(kernel_device, 70)
     for step in range(3):
-        optimizer.gather([numbers(kernel_device, 70)], copies)
+        optimizer.gather([gradient], copies)
         optimizer.steer(state)
         optimizer.step()
         assert torch.equal(copies[0], master.detach().half())

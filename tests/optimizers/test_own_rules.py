@@ -222,7 +222,8 @@ def test_an_optimizer_is_driven_by_hand():
     expected.step()
     assert torch.equal(weight, plain)
     torch.testing.assert_close(optimizer.state[weight]["exp_avg"], expected.state[plain]["exp_avg"])
-    optimizer.gather([gradient * math.inf], None)
+    infinite = gradient * math.inf
+    optimizer.gather([infinite], None)
     ops.finish(state, optimizer.statistics(scale), scale=scale)
     optimizer.steer(state, limit=0.1, skips=True)
     optimizer.step()

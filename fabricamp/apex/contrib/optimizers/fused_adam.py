@@ -67,7 +67,9 @@ class FusedAdam(StepInGroup, Adam):
                 loss = closure()
         copies = self._one_each(output_params)
         with torch.no_grad():
-            self.gather(self._divided(self._one_each(grads), scale, grad_norms), copies, None)
+            # The step reads them by their addresses: they live until then.
+            divided = self._divided(self._one_each(grads), scale, grad_norms)
+            self.gather(divided, copies, None)
         self.steer(None)
         FusedOptimizer.step(self)
         return loss
