@@ -156,39 +156,45 @@ def test_another_number_of_ranks(before, after, batch, tmp_path):
     assert f"resumed by {after}" in "".join(second[0][1])
 
 
+class Plain(Net):
+    """Draws no random numbers, and has no buffers that a batch changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[1], self.net[2] = torch.nn.LayerNorm(16), torch.nn.Identity()
+        self.seldom.requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        self.log("count", 1.0, reduce_fx="sum", on_step=False, on_epoch=True, batch_size=BATCH)
+        return self._loss(*batch)
+
+
+def one_step(path, accumulate, batch, *callbacks, strategy="ddp"):
+    """Returns the weights after one step, resumed from ``path`` if it exists."""
+    module = Plain()
+    trainer = quiet_trainer(
+        strategy=strategy, devices="auto", accumulate_grad_batches=accumulate, max_steps=1, callbacks=list(callbacks)
+    )
+    trainer.fit(module, DataLoader(Samples(SIZE), batch), ckpt_path=path if path.exists() else None)
+    return {name: value.detach() for name, value in module.named_parameters()}
+
+
 def test_a_window_is_finished_by_another_number_of_ranks(tmp_path):
     """The gradients of the accumulation are averaged over the ranks; the weights equal the uninterrupted run's up to rounding."""
-
-    class Plain(Net):
-        def __init__(self):
-            super().__init__()
-            self.net[1], self.net[2] = torch.nn.LayerNorm(16), torch.nn.Identity()
-            self.seldom.requires_grad_(False)
-
-        def training_step(self, batch, batch_idx):
-            self.log("count", 1.0, reduce_fx="sum", on_step=False, on_epoch=True, batch_size=BATCH)
-            return self._loss(*batch)
-
-    def one():
-        module = Plain()
-        quiet_trainer(accumulate_grad_batches=4, max_steps=1).fit(
-            module, DataLoader(Samples(SIZE), 8), ckpt_path=tmp_path / "cut.ckpt"
-        )
-        return {name: value.detach() for name, value in module.named_parameters()}
-
-    def two():
-        module = Plain()
-        quiet_trainer(
-            strategy="ddp",
-            devices="auto",
-            accumulate_grad_batches=4,
-            max_steps=1,
-            callbacks=[Saves("batch", 3, tmp_path / "cut.ckpt")],
-        ).fit(module, DataLoader(Samples(SIZE), 4))
-        return {name: value.detach() for name, value in module.named_parameters()}
-
-    straight, _ = run_ranks(two, 2, timeout=200.0)
-    resumed = one()
+    path = tmp_path / "cut.ckpt"
+    straight, _ = run_ranks(one_step, 2, path, 4, 4, Saves("batch", 3, path), timeout=200.0)
+    resumed = one_step(path, 4, 8, strategy="single")
     for name, value in straight.items():
         torch.testing.assert_close(resumed[name], value, rtol=1e-4, atol=1e-5)
         assert name.startswith("seldom") or not torch.equal(value, dict(Plain().named_parameters())[name])
+
+
+def test_a_window_that_does_not_fit_is_computed_again_by_any_number_of_ranks(tmp_path):
+    path = tmp_path / "cut.ckpt"
+    run_ranks(one_step, 2, path, 4, 4, Saves("batch", 3, path), timeout=200.0)
+    straight = run_ranks(one_step, 2, tmp_path / "none", 2, 4, timeout=200.0)
+    by_two = run_ranks(one_step, 2, path, 2, 4, timeout=200.0)
+    by_one = one_step(path, 2, 8, strategy="single")
+    for name, value in straight[0].items():
+        assert all(torch.equal(value, ranks[name]) for ranks in (straight[1], *by_two))
+        torch.testing.assert_close(by_one[name], value, rtol=1e-4, atol=1e-5)

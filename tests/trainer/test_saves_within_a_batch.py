@@ -291,3 +291,51 @@ def test_a_run_that_was_resumed_within_an_accumulation_is_cut_within_it(kind, tm
     straight = fit(LOADERS[kind], Sums([first], tmp_path), **options)
     again = fit(LOADERS[kind], Sums([second], tmp_path), seed=5, ckpt_path=straight.saved[first], **options)
     check(LOADERS[kind], second, again.saved[second], straight, **options)
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_an_accumulation_that_does_not_fit_is_computed_again(kind, tmp_path, caplog):
+    """With another number of micro-batches per step; the reference begins at the end of the epoch before."""
+    places = [("on_train_batch_end", (1, batch)) for batch in (0, 1, 3)]
+    between = ("on_train_epoch_end", (0, 4))
+    saved = fit(LOADERS[kind], Sums([between, *places], tmp_path), accumulate_grad_batches=3).saved
+    for place in places:
+        first = place[1][1] // 3 * 3
+        for accumulate in (1, 2):
+            module = Sums(places[:1], tmp_path / "again")
+            resumed = fit(LOADERS[kind], module, seed=5, ckpt_path=saved[place], accumulate_grad_batches=accumulate)
+            assert [one[:2] for one in resumed.seen[:2]] == [(1, first), (1, first + 1)]
+            reason = f"do not fit this run (accumulate was 3 in the checkpoint and is {accumulate} here)"
+            assert f"{reason}: the micro-batches of the step are computed again\n" in caplog.text
+            caplog.clear()
+            if first == 0:
+                expected = fit(LOADERS[kind], seed=5, ckpt_path=saved[between], accumulate_grad_batches=accumulate)
+                assert resumed.seen == expected.seen
+                assert torch.equal(resumed.weight, expected.weight)
+
+
+@pytest.mark.parametrize("kind", ["own that draws", "a stream", "cycle", "torch's"])
+def test_a_save_before_such_an_accumulation_is_computed_again(kind, tmp_path):
+    """Nothing has been read since the file was loaded, and neither run can use its gradients."""
+
+    class Early(Sums):
+        def on_train_start(self):
+            self.trainer.save_checkpoint(tmp_path / "early.ckpt")
+
+    place, between = ("on_train_batch_end", (1, 1)), ("on_train_epoch_end", (0, 4))
+    saved = fit(LOADERS[kind], Sums([between, place], tmp_path), accumulate_grad_batches=3).saved
+    for accumulate in (3, 2):  # the first one could use them
+        fit(LOADERS[kind], Early(), seed=5, ckpt_path=saved[place], accumulate_grad_batches=accumulate)
+        resumed = fit(LOADERS[kind], ckpt_path=tmp_path / "early.ckpt", accumulate_grad_batches=2)
+        expected = fit(LOADERS[kind], ckpt_path=saved[between], accumulate_grad_batches=2)
+        assert resumed.seen == expected.seen
+        assert torch.equal(resumed.weight, expected.weight)
+
+
+def test_an_accumulation_that_was_carried_over_is_computed_again_as_far_as_it_can(tmp_path, caplog):
+    place = ("on_train_batch_end", (1, 0))
+    options = {"partial_window": "carry"}
+    saved = fit(LOADERS["torch's"], Sums([place], tmp_path), accumulate_grad_batches=4, **options).saved
+    resumed = fit(LOADERS["torch's"], ckpt_path=saved[place], accumulate_grad_batches=3, **options)
+    assert resumed.seen[0][:2] == (1, 0)
+    assert "computed again, except those of the epoch before: their gradients are dropped\n" in caplog.text

@@ -1,5 +1,9 @@
 """A gradient accumulation in progress when a checkpoint is written: its gradients are saved, and no batch is read again.
 
+Where gradients cannot be saved (within a micro-batch), or a run cannot go on with them (another level, another number of
+micro-batches per step), a resumed run reads its micro-batches again: :class:`AccumulationState` says how many, and
+:class:`~fabricamp.engine.saved.resume.ResumePoint` begins before them.
+
 In a checkpoint: ``gradients`` by parameter, each stacked over the ranks or sharded; ``params_with_grad``, for each rank the
 names of the parameters with a gradient; ``tensors``, what the update keeps beside ``.grad``, stacked over the ranks.
 """
@@ -41,13 +45,20 @@ class AccumulationState(Section):
         self._state = state
         self._strategy = strategy
         self._stepped = False
+        self.must_repeat = False
+        """In a resumed run: whether it cannot go on with the gradients in the checkpoint, and repeats their micro-batches."""
 
     def repeated_batches(self) -> int:
-        """Returns how many micro-batches a resumed run has to repeat: those of an accumulation whose gradients cannot be saved.
+        """Returns how many micro-batches a resumed run has to repeat: those of an accumulation whose gradients cannot be saved."""
+        return 0 if self._is_saved() else self._batches_of_epoch()
 
-        For an accumulation carried over from another epoch, counts only the micro-batches of this epoch.
-        """
-        return 0 if self._is_saved() else min(self._state.open_batches, self._state.batch_idx)
+    def saved_batches(self) -> int:
+        """Returns the number of micro-batches whose gradients are saved, which a resumed run repeats if it cannot use them."""
+        return self._batches_of_epoch() if self._is_saved() else 0
+
+    def _batches_of_epoch(self) -> int:
+        """Returns the number of micro-batches of the accumulation in progress, without those carried over from another epoch."""
+        return min(self._state.open_batches, self._state.batch_idx)
 
     def _is_saved(self) -> bool:
         return self.update is not None and self.update.accumulation_state() is not None
@@ -73,7 +84,7 @@ class AccumulationState(Section):
         return content
 
     def restore(self, checkpoint: StateDict, path: str) -> None:
-        """Restores the accumulation; warns if that is impossible.  Files of other libraries contain no accumulation."""
+        """Restores the accumulation, or sets ``must_repeat``.  Files of other libraries contain no accumulation."""
         loop = checkpoint.get("loops", {}).get("fit", {})
         self._stepped = bool(loop.get("stepped"))
         if loop.get("failed") and self._strategy.rank == 0:
@@ -94,12 +105,27 @@ class AccumulationState(Section):
         if not problem:
             problem = _restored(accumulation, self._module, self.update, self._strategy)
         self._state.open_batches = 0 if problem else int(loop["open_batches"])
-        if problem and self._strategy.rank == 0:
+        if problem:
+            self.must_repeat = True
+            self._tell(problem, int(loop["open_batches"]), int(loop["batch_idx"]))
+
+    def _tell(self, problem: str, batches: int, batches_of_epoch: int) -> None:
+        """Tells what happens to the ``batches`` micro-batches of an accumulation with which this run cannot go on."""
+        if self._strategy.rank != 0:
+            return
+        if batches == 0:  # manual optimization: which micro-batches gave these gradients is not known
             _LOG.warning(
-                "the checkpoint was written within an accumulation step, and the gradients of its %s micro-batches "
-                "are dropped: %s",
-                loop["open_batches"], problem,
-            )  # fmt: skip
+                "the checkpoint has gradients that training_step kept for a later step; they are dropped: %s", problem
+            )
+            return
+        dropped = ""
+        if batches > batches_of_epoch:  # carried over
+            dropped = ", except those of the epoch before: their gradients are dropped"
+        _LOG.warning(
+            "the checkpoint was written within an accumulation step, and its gradients do not fit this run (%s): "
+            "the micro-batches of the step are computed again%s",
+            problem, dropped,
+        )  # fmt: skip
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------------------

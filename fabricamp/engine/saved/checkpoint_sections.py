@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 WEIGHTS_ONLY = ("weights", "counters")
 CALLBACKS = ("counters", "callbacks")
 TRAINING = ("optimizers", "learning-rate schedules", "precision", "choice of kernels", "loggers")
-POSITION = ("position in training", "open window")
+POSITION = ("open window", "position in training")
 _COMPLETE = ("epoch", "global_step", "loops", "optimizer_states", "lr_schedulers", "amp", "callbacks", "data")
 
 
@@ -56,8 +56,8 @@ def record_of(session: Session) -> Record:
             CallbackSection(session.trainer, session.fn),
             DataModuleState(source.datamodule),
             resume_point.loggers,
+            resume_point.accumulation,  # before the position: it decides whether its micro-batches are repeated
             resume_point,
-            resume_point.accumulation,
         ],
     )
 

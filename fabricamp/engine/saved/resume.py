@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import torch
 
@@ -48,6 +48,8 @@ _WITHIN_VALIDATION = (
     "on_validation_batch_end",
 )
 _CPU = torch.device("cpu")
+_BEFORE_ACCUMULATION: Final = "before_accumulation"
+"""In a position: the one before the micro-batches whose gradients the checkpoint has, for a run that cannot use these."""
 
 
 class ResumePoint(Section):
@@ -126,13 +128,11 @@ class ResumePoint(Section):
 
     def save(self) -> StateDict:
         """Returns this rank's resume point."""
-        state = self._state
         strategy = self._strategy
         own = self._cut or self._present()
         position: StateDict = {}
         if self._feed is not None:
-            done = 0 if state.epoch_ended else state.batch_idx - self.accumulation.repeated_batches()
-            position = self._feed.state_dict(done, within=state.batches is not None)
+            position = self._position(self._feed)
         content = {
             **own,
             "data.position": position,
@@ -143,6 +143,18 @@ class ResumePoint(Section):
         if self.reloaded:
             content["loops.fit.reloaded"] = self.reloaded
         return content if strategy.world_size == 1 else cast("StateDict", move_to_device(content, _CPU))
+
+    def _position(self, feed: Feed) -> StateDict:
+        """Returns this rank's position in the data, with that before an accumulation in progress whose gradients are saved."""
+        state = self._state
+        done = 0 if state.epoch_ended else state.batch_idx - self.accumulation.repeated_batches()
+        within = state.batches is not None
+        position = feed.state_dict(done, within=within)
+        batches = 0 if state.epoch_ended else self.accumulation.saved_batches()
+        # A position that was loaded, and not used yet, already has the other one.
+        if batches and _BEFORE_ACCUMULATION not in position:
+            position = {**position, _BEFORE_ACCUMULATION: feed.state_dict(done - batches, within=within)}
+        return position
 
     def _present(self) -> StateDict:
         """Returns this rank's present resume point; within an unfinished validation, that before the validation."""
@@ -184,6 +196,9 @@ class ResumePoint(Section):
         if same:
             _restore_buffers(self._module, loop["buffers"][strategy.rank])
         position = checkpoint["data"]["position"][min(strategy.rank, ranks - 1)]
+        if self.accumulation.must_repeat and _BEFORE_ACCUMULATION in position:
+            state.batches_done -= position["batches"] - position[_BEFORE_ACCUMULATION]["batches"]
+            position = position[_BEFORE_ACCUMULATION]
         if position:
             state.batch_idx = self._feed.load_state_dict(position)
         # With other numbers of ranks, tensor-parallel neighbours take the same RNG states.
