@@ -26,8 +26,8 @@ class CudaGraph(NamesKeywords):
         warmup: the step is captured at batch number ``warmup`` of a shape; earlier batches run eagerly, as ordinary steps.
         shapes: the largest number of batch shapes to capture; batches of other shapes run eagerly.
         steps: number of steps per launch if nothing has to happen between them; other steps are launched one by one.
-        check_every: compares every n-th replay with an eager step, bit by bit, at the same replay on all ranks; 0: only the first
-            replay of a shape.
+        check_every: compares every n-th further replay with an eager step, bit by bit, at the same replay on all ranks; 0: only the
+            first replay of a shape.
         required: for a step that cannot be captured, True raises an error; False logs the reason and runs it eagerly.
         hook_entries: entries of a batch that the step does not read, such as the names of its files: an index, a key, or a tuple of
             these for an entry within an entry. Only hooks get them, so they may differ in every batch.

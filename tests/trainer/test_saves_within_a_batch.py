@@ -308,7 +308,7 @@ def test_an_accumulation_that_does_not_fit_is_computed_again(kind, tmp_path, cap
             reason = f"do not fit this run (accumulate was 3 in the checkpoint and is {accumulate} here)"
             assert f"{reason}: the micro-batches of the step are computed again\n" in caplog.text
             caplog.clear()
-            if first == 0:
+            if first == 0:  # where the reference begins
                 expected = fit(LOADERS[kind], seed=5, ckpt_path=saved[between], accumulate_grad_batches=accumulate)
                 assert resumed.seen == expected.seen
                 assert torch.equal(resumed.weight, expected.weight)
@@ -330,6 +330,20 @@ def test_a_save_before_such_an_accumulation_is_computed_again(kind, tmp_path):
         expected = fit(LOADERS[kind], ckpt_path=saved[between], accumulate_grad_batches=2)
         assert resumed.seen == expected.seen
         assert torch.equal(resumed.weight, expected.weight)
+
+
+def test_a_validation_before_an_accumulation_that_is_computed_again_is_not_repeated(tmp_path):
+    class Counts(Sums):
+        def on_validation_start(self):
+            self.validated_at.append((self.current_epoch, len(self.seen)))
+
+    place = ("on_train_batch_end", (1, 3))
+    saved = fit(LOADERS["torch's"], Sums([place], tmp_path), accumulate_grad_batches=3, val_check_interval=3).saved
+    module = Counts()
+    module.validated_at = []
+    fit(LOADERS["torch's"], module, ckpt_path=saved[place], accumulate_grad_batches=2, val_check_interval=3)
+    assert [one[:2] for one in module.seen[:2]] == [(1, 3), (1, 4)]
+    assert module.validated_at == [(2, 5)]
 
 
 def test_an_accumulation_that_was_carried_over_is_computed_again_as_far_as_it_can(tmp_path, caplog):

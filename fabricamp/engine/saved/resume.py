@@ -198,6 +198,7 @@ class ResumePoint(Section):
         position = checkpoint["data"]["position"][min(strategy.rank, ranks - 1)]
         if self.accumulation.must_repeat and _BEFORE_ACCUMULATION in position:
             state.batches_done -= position["batches"] - position[_BEFORE_ACCUMULATION]["batches"]
+            state.validated_at = state.batches_done  # the saved run went on from there
             position = position[_BEFORE_ACCUMULATION]
         if position:
             state.batch_idx = self._feed.load_state_dict(position)
