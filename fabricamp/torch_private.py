@@ -36,6 +36,7 @@ from torch.nn.modules.module import (
 from torch.nn.modules.module import _global_forward_pre_hooks as global_forward_pre_hooks
 from torch.optim.optimizer import _global_optimizer_post_hooks as global_optimizer_post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_optimizer_pre_hooks
+from torch.optim.optimizer import _use_grad_for_differentiable as optimizer_step_breaks_graphs
 from torch.serialization import _load as load_zipfile
 from torch.serialization import _open_zipfile_reader as open_zipfile_reader
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -44,6 +45,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 __all__ = [
     "ATTRIBUTES",
+    "DISABLED_FORM",
     "AnyBatchNorm",
     "AnyLoss",
     "Compilation",
@@ -89,6 +91,7 @@ __all__ = [
     "load_zipfile",
     "observed",
     "open_zipfile_reader",
+    "optimizer_step_breaks_graphs",
     "profiler_enabled",
     "record_memory",
     "segments_of_pool",
@@ -115,12 +118,16 @@ __all__ = [
 # global_forward_pre_hooks: the public register_module_forward_pre_hook leaves out keyword arguments, which a boundary casts too.
 # global_optimizer_*_hooks, profiler_enabled: the conditions that Optimizer.step's wrapper checks; a step without hooks and
 #   profiler bypasses the wrapper (10 us).
+# optimizer_step_breaks_graphs: the decorator of torch's ``step`` methods, which imports torch's compiler in the first call.
 # WeightsOnlyUnpickler: the bytes of a checkpoint's objects are a part of its file, and torch.load reads whole files.
 # load_zipfile and open_zipfile_reader: torch.load with an unpickler of ours also takes TorchScript archives and tar files, whose
 # loaders run code or write files.
 # unwatched_operations: a class whose tensors have no memory has operations of its own below autograd only, at __torch_dispatch__.
 # tree_map_only: an operation's arguments have tensors in lists and dictionaries.
 # is_traceable_wrapper_subclass: kernels cannot read a DTensor or another wrapper subclass; fused optimizers refuse them.
+
+DISABLED_FORM: Final = "__dynamo_disable"
+"""The attribute in which torch keeps the form of a function that its compiler does not trace, from the first call on."""
 
 functorch_active: Final[Callable[[], bool]] = torch._C._are_functorch_transforms_active
 """Returns whether vmap, grad or another transform is active: kernels have no rule for transforms, so torch's operations run."""
@@ -563,6 +570,7 @@ ATTRIBUTES: Final[dict[str, str]] = {
     ),
     "torch.nn.Module._compiled_call_impl": "torch's place for the compiled form of a module's call",
     "torch.nn.parallel.DistributedDataParallel._active_ddp_module": "finds the wrapper of a module that apex's scripts wrap late",
+    "torch.nn.parallel.DistributedDataParallel._inside_ddp_forward": "imports torch's compiler in the first forward",
     "torch.nn.parallel.DistributedDataParallel.reducer._remove_autograd_hooks": "a dropped wrapper's hooks are removed too",
     "torch.nn.parallel.DistributedDataParallel.reducer._check_reducer_finalized": "names parameters without a gradient",
     "torch.nn.parallel.DistributedDataParallel.reducer._set_ddp_runtime_logging_sample_rate": (

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabricamp._utils.without_compiler import let_optimizers_work
 from fabricamp.checkpoint import read_together, write_together
 from fabricamp.checkpoint.checkpoint_io import end_plugin, writes_own_files
 from fabricamp.checkpoint.compiled_names import with_names_of
@@ -263,6 +264,8 @@ class Session(RunParts):
         module = self.module
         own_step = overrides(module, "lr_scheduler_step", TrainingModule)
         manual = not module.automatic_optimization
+        if not self.compilation.compiles:
+            let_optimizers_work()
         returned = module.configure_optimizers()
         self.optimizers[:], self.schedulers[:] = parse_optimizers(returned, own_step=own_step, manual=manual)
         check_optimizers(self.optimizers, module)

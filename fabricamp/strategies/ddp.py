@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fabricamp._utils.say_once import say_once
+from fabricamp._utils.without_compiler import making_ddp
 from fabricamp.arguments.checks import check_flag
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.gradients.flat import IN_PLACE, FlatGradients, Gradients, Transport
@@ -142,13 +143,14 @@ class DDP(ProcessGroupStrategy):
             # Newer versions of torch have a new name for the option, and warn about the old one.
             known = inspect.signature(DistributedDataParallel.__init__).parameters
             options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
-        self._wrapper = DistributedDataParallel(
-            forward,
-            find_unused_parameters=self.find_unused_parameters,
-            static_graph=self.static_graph,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            **options,
-        )
+        with making_ddp():
+            self._wrapper = DistributedDataParallel(
+                forward,
+                find_unused_parameters=self.find_unused_parameters,
+                static_graph=self.static_graph,
+                gradient_as_bucket_view=self.gradient_as_bucket_view,
+                **options,
+            )
         self._wrapper.reducer._set_ddp_runtime_logging_sample_rate(_NEVER)  # later steps can be captured
         if self.comm_hook is not None:
             self._wrapper.register_comm_hook(*self.comm_hook)
