@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from fabricamp._utils.say_once import say_once
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.checkpoint.compiled_names import with_names_of
-from fabricamp.checkpoint.file import name_of_source
 from fabricamp.checkpoint.hyperparameters import MODULE, HyperparametersMixin
 from fabricamp.checkpoint.load_from_checkpoint import build
+from fabricamp.checkpoint.reading import name_of_source
 from fabricamp.checkpoint.sections import restore_weights
 from fabricamp.engine.optimizer_setup import ManagedOptimizer
 from fabricamp.engine.run_context import DETACHED, RunContext, gathered

@@ -21,6 +21,7 @@ from types import FunctionType, ModuleType
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
+from torch import _weights_only_unpickler as weights_only_pickle
 from torch._C import _disabled_torch_function_impl as unwatched_operations
 from torch._C._autograd import _profiler_enabled as profiler_enabled
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
@@ -107,6 +108,7 @@ __all__ = [
     "uncompiled",
     "unobserved_apply",
     "unwatched_operations",
+    "weights_only_pickle",
     "whole_gradient",
     "with_part",
     "wrapper_tensor",
@@ -121,7 +123,8 @@ __all__ = [
 # optimizer_step_breaks_graphs: the decorator of torch's ``step`` methods, which imports torch's compiler in the first call.
 # WeightsOnlyUnpickler: the bytes of a checkpoint's objects are a part of its file, and torch.load reads whole files.
 # load_zipfile and open_zipfile_reader: torch.load with an unpickler of ours also takes TorchScript archives and tar files, whose
-# loaders run code or write files.
+# loaders run code or write files; and it opens a file itself, where a checkpoint is read once, by one rank of a host.
+# weights_only_pickle: the module that torch.load(weights_only=True) gives to load_zipfile in the place of Python's pickle.
 # unwatched_operations: a class whose tensors have no memory has operations of its own below autograd only, at __torch_dispatch__.
 # tree_map_only: an operation's arguments have tensors in lists and dictionaries.
 # is_traceable_wrapper_subclass: kernels cannot read a DTensor or another wrapper subclass; fused optimizers refuse them.
@@ -576,6 +579,7 @@ ATTRIBUTES: Final[dict[str, str]] = {
     "torch.nn.parallel.DistributedDataParallel.reducer._set_ddp_runtime_logging_sample_rate": (
         "its statistics of every hundredth step cannot be captured as a CUDA graph"
     ),
+    "torch.distributed.checkpoint.FileSystemReader._slice_file": "one tensor of a folder's file, which is read alone",
     "torch.optim.Optimizer._optimizer_step_pre_hooks": "a step without hooks bypasses torch's wrapper",
     "torch.optim.Optimizer._optimizer_step_post_hooks": "the same",
     "torch.amp.GradScaler._per_optimizer_states": "torch hands the scaler to optimizers that unscale by themselves",

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -90,6 +91,7 @@ def samples(tmp_path_factory):
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter": iter(DataLoader([0], num_workers=1)),
         "torch.utils.tensorboard.SummaryWriter": SummaryWriter,
         "torch.distributed.ProcessGroup": group,
+        "torch.distributed.checkpoint.FileSystemReader": FileSystemReader,
         "torch.distributed.tensor.DTensor": DTensor.from_local(torch.zeros(1), init_device_mesh("cpu", (1,))),
         "torch.distributed.ProcessGroup.Options": group._get_backend(torch.device("cpu")).options,
     }

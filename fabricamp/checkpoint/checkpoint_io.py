@@ -21,12 +21,14 @@ from typing import TYPE_CHECKING, Any
 from fabricamp._utils.files import sync
 from fabricamp.checkpoint import storage
 from fabricamp.checkpoint.background import BackgroundWriter
-from fabricamp.checkpoint.file import CHECKSUM, read_checkpoint, write_checkpoint
+from fabricamp.checkpoint.checksum import CHECKSUM
+from fabricamp.checkpoint.file import write_checkpoint
 from fabricamp.checkpoint.foreign import translated
 from fabricamp.checkpoint.formats import upgraded
 from fabricamp.checkpoint.objects import refusal
 from fabricamp.checkpoint.packing import pack_objects, unpack_own
 from fabricamp.checkpoint.plain import PRIVATE
+from fabricamp.checkpoint.reading import read_checkpoint
 from fabricamp.errors import CheckpointError, CheckpointNotFoundError
 
 if TYPE_CHECKING:

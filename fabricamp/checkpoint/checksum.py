@@ -12,6 +12,12 @@ import sys
 import zipfile
 from typing import IO, Any
 
+CHECKSUM = "checksum"
+"""The key of the digest, which covers everything else in a checkpoint except the tensors' values."""
+
+SEALED = "sealed:"
+"""Prefix of the digest in a file that also has a checksum footer; files of earlier versions have neither."""
+
 _MARK = b"fabricamp:"
 _LENGTH = len(_MARK) + 32
 # Sizes in the zip format: the end record, and the two records before it in a zip with 64-bit sizes, as torch writes.
@@ -67,6 +73,19 @@ def is_sealed(file: IO[bytes]) -> bool:
     if comment != _seal(file, size - _LENGTH):
         raise zipfile.BadZipFile("its members are not those that were written")
     return True
+
+
+def verify_zip(file: IO[bytes], *, data: bool = True) -> bool:
+    """Returns whether a zip has a checksum footer; raises if the zip is damaged.
+
+    The directory and the pickle are checked always; with ``data`` all members are read and checked.
+    """
+    with zipfile.ZipFile(file) as archive:
+        check_members(archive)
+        damaged = archive.testzip() if data else None
+    if damaged is not None:
+        raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
+    return is_sealed(file)
 
 
 def check_members(archive: zipfile.ZipFile) -> None:

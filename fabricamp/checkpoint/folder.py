@@ -20,8 +20,9 @@ import torch
 from fabricamp._utils.files import sync
 from fabricamp.checkpoint import storage
 from fabricamp.checkpoint.compiled_names import ON_DISK
-from fabricamp.checkpoint.file import ATTEMPTS, read_checkpoint, retry_if_folder_is_removed, write_checkpoint
+from fabricamp.checkpoint.file import ATTEMPTS, retry_if_folder_is_removed, write_checkpoint
 from fabricamp.checkpoint.plain import PRIVATE, TENSORS, check_content
+from fabricamp.checkpoint.reading import read_checkpoint, read_once
 from fabricamp.checkpoint.shards import (
     METADATA,
     check_shards,
@@ -41,9 +42,12 @@ if TYPE_CHECKING:
 
     from fabricamp._utils.types import StateDict
     from fabricamp.strategies.base import Strategy
+    from fabricamp.strategies.host_ranks import HostRanks
 
 SHARDS: Final = "shards"
 """The key with the folder and the files of the sharded tensors."""
+_READ_TOGETHER: Final = 256 << 20
+"""The most bytes of tensors that one rank reads before it sends them, unless one tensor has more."""
 _NAME: Final = re.compile(r"shards-[0-9a-f]{16}")
 
 
@@ -260,28 +264,80 @@ def read_folder(path: str, *, verify: bool = True, map_location: object = "cpu",
 
     ``options`` are those of :func:`read_checkpoint` about objects.
     """
-    state = read_without_shards(path, map_location=map_location, verify=verify, **options)
+    state = read_checkpoint(Path(path) / storage.STATE, map_location, verify=verify, **options)
+    _check_list(path, state)
     if map_location == "meta":
         return state
-    folder, files = _shard_files(state, path)
     if verify:
         _check(path, state, lambda _: True)
-    stored = dict(stored_in(state))
-    targets = {name: torch.empty(meta.shape, dtype=meta.dtype, device="cpu") for name, meta in stored.items()}
-    _with_path_in_errors(path, lambda: read_shards(folder, _by_names_on_disk(state, targets), files))
-    device = map_location if isinstance(map_location, str | torch.device) else "cpu"
-    by_id = {id(meta): targets[name].to(device) for name, meta in stored.items()}
+    targets = _full_targets(state)
+    read_into(path, state, targets)
+    return _with_full(state, targets, map_location if isinstance(map_location, str | torch.device) else "cpu")
+
+
+def read_folder_once(path: str, host: HostRanks, *, weights_only: bool | None) -> StateDict:
+    """Returns what :func:`read_folder` does on each rank of ``host``: they check it together, and the first one reads its tensors.
+
+    Raises :class:`CheckpointError` on every rank if one rank finds damage.
+    """
+    state: StateDict = {}
+
+    def read_state() -> None:
+        state.update(read_without_shards(path, host, weights_only=weights_only))
+        check_together(path, state, host)
+
+    host.agree(_problem_of(read_state))
+    targets = _full_targets(state)
+    memories = [target.view(-1).view(torch.uint8) for target in targets.values()]
+    names = list(targets)
+    unread = set(names)
+
+    def read(index: int, *_: int) -> None:
+        if names[index] in unread:  # with those after it, as each call reads the list of all tensors
+            together = _first_within(memories[index:], _READ_TOGETHER)
+            chosen = names[index : index + together]
+            read_into(path, state, {name: targets[name] for name in chosen})
+            unread.difference_update(chosen)
+
+    host.fill(memories, read)
+    return _with_full(state, targets, "cpu")
+
+
+def _first_within(memories: list[torch.Tensor], most: int) -> int:
+    """Returns how many of the first tensors have at most this number of bytes together; at least 1."""
+    total = 0
+    for count, memory in enumerate(memories):
+        total += memory.numel()
+        if total > most:
+            return max(count, 1)
+    return len(memories)
+
+
+def _full_targets(state: StateDict) -> dict[str, torch.Tensor]:
+    """Returns memory for the full values of each tensor on disk, by name."""
+    return {name: torch.empty(meta.shape, dtype=meta.dtype, device="cpu") for name, meta in stored_in(state)}
+
+
+def _with_full(state: StateDict, tensors: dict[str, torch.Tensor], device: str | torch.device) -> StateDict:
+    """Returns ``state`` with ``tensors`` in the places of those on disk."""
+    by_id = {id(meta): tensors[name].to(device) for name, meta in stored_in(state)}
     full: StateDict = replaced(state, by_id)
     del full[SHARDS]
     return full
 
 
-def read_without_shards(path: str, *, map_location: object = "cpu", verify: bool = True, **options: Any) -> StateDict:
+def read_without_shards(path: str, host: HostRanks, *, weights_only: bool | None) -> StateDict:
     """Returns the content of ``state.pt`` at ``path``: sharded tensors are on the meta device, ``shards`` has their files.
 
-    ``options`` are those of :func:`read_checkpoint` about objects.
+    The first rank of ``host`` reads it.
     """
-    state = read_checkpoint(Path(path) / storage.STATE, map_location, verify=verify, **options)
+    state = read_once(storage.join(path, storage.STATE), host, weights_only=weights_only)
+    _check_list(path, state)
+    return state
+
+
+def _check_list(path: str, state: StateDict) -> None:
+    """Raises :class:`CheckpointError` if the list of tensors is missing or damaged."""
     folder, _ = _shard_files(state, path)
 
     def check_list() -> None:
@@ -289,7 +345,6 @@ def read_without_shards(path: str, *, map_location: object = "cpu", verify: bool
             raise CheckpointError("the list of its tensors is missing, or not the one that was written: it is damaged")
 
     _with_path_in_errors(path, check_list)
-    return state
 
 
 def check_together(path: str, state: StateDict, strategy: Strategy) -> None:
@@ -374,12 +429,16 @@ def _by_names_on_disk(state: StateDict, targets: dict[str, torch.Tensor]) -> dic
     return result
 
 
-def _problem(path: str, action: Callable[[], object]) -> CheckpointError | None:
+def _problem_of(action: Callable[[], object]) -> CheckpointError | None:
     try:
-        _with_path_in_errors(path, action)
+        action()
     except CheckpointError as error:
         return error
     return None
+
+
+def _problem(path: str, action: Callable[[], object]) -> CheckpointError | None:
+    return _problem_of(lambda: _with_path_in_errors(path, action))
 
 
 def _with_path_in_errors(path: str, action: Callable[[], object]) -> None:

@@ -6,8 +6,10 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from fabricamp.checkpoint import storage
-from fabricamp.checkpoint.file import read_checkpoint, write_checkpoint
+from fabricamp.checkpoint.file import write_checkpoint
+from fabricamp.checkpoint.reading import map_once, read_once
 from fabricamp.checkpoint.shard_loading import sharded_weights
+from fabricamp.strategies.host_ranks import host_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,8 +60,14 @@ class OneFile(CheckpointForm):
         strategy.on_rank_zero(lambda: write_checkpoint(path, checkpoint))
 
     def read(self, path: str, strategy: Strategy, *, weights_only: bool | None) -> StateDict:
-        """Returns the content of the file, or of a folder with full tensors."""
-        return read_checkpoint(path, weights_only=weights_only)
+        """Returns the content of the file, or of a folder with full tensors; one rank of a host reads it."""
+        path = storage.normalized(path)
+        with host_ranks(strategy, _told(path)) as host:
+            if not storage.is_folder(path):
+                return read_once(path, host, weights_only=weights_only)
+            from fabricamp.checkpoint.folder import read_folder_once
+
+            return read_folder_once(path, host, weights_only=weights_only)
 
     def place_weights(self, checkpoint: StateDict, path: str, module: nn.Module) -> StateDict:
         """Returns ``checkpoint`` itself."""
@@ -86,11 +94,14 @@ class ShardFolder(CheckpointForm):
     def read(self, path: str, strategy: Strategy, *, weights_only: bool | None) -> StateDict:
         """Returns a folder's content with sharded tensors on the meta device, or a file's, memory-mapped."""
         path = storage.normalized(path)
-        if not storage.is_folder(path):
-            return read_checkpoint(path, mapped=True, weights_only=weights_only)
-        from fabricamp.checkpoint.folder import check_together, read_without_shards
+        with host_ranks(strategy, _told(path)) as host:
+            if storage.is_remote(path):
+                return read_once(path, host, weights_only=weights_only)
+            if not storage.is_folder(path):
+                return map_once(path, host, weights_only=weights_only)
+            from fabricamp.checkpoint.folder import check_together, read_without_shards
 
-        checkpoint = read_without_shards(path, weights_only=weights_only)
+            checkpoint = read_without_shards(path, host, weights_only=weights_only)
         check_together(path, checkpoint, strategy)
         return checkpoint
 
@@ -101,6 +112,11 @@ class ShardFolder(CheckpointForm):
 
 _ONE_FILE: Final = OneFile()
 _SHARD_FOLDER: Final = ShardFolder()
+
+
+def _told(path: str) -> tuple[object, ...]:
+    """Returns what a rank knows of a checkpoint before it reads it: ranks that know the same may share what one of them reads."""
+    return path, storage.is_folder(path), storage.identity(path)
 
 
 def form_of(strategy: Strategy) -> CheckpointForm:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import zipfile
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final, cast
+from typing import IO, TYPE_CHECKING, Any, Final, cast
 
 import torch
 
 from fabricamp.checkpoint import closed_pickle
+from fabricamp.checkpoint.archive import Archive
 from fabricamp.checkpoint.packing import objects_in
 from fabricamp.errors import CheckpointError
 from fabricamp.torch_private import load_zipfile, open_zipfile_reader
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from fabricamp._utils.types import StateDict
 
 KEY: Final = closed_pickle.KEY
@@ -39,8 +43,10 @@ def without_key(state: StateDict) -> StateDict:
     return {key: value for key, value in state.items() if key != KEY}
 
 
-def has_objects(source: str | IO[bytes]) -> bool:
+def has_objects(source: str | IO[bytes] | Archive) -> bool:
     """Returns whether the file begins as one that :func:`save` wrote with objects."""
+    if isinstance(source, Archive):
+        return source.pickle.startswith(closed_pickle.BEGIN)
     if not isinstance(source, str):
         source.seek(0)
     if not zipfile.is_zipfile(source):
@@ -53,20 +59,26 @@ def has_objects(source: str | IO[bytes]) -> bool:
             return member.read(len(closed_pickle.BEGIN)) == closed_pickle.BEGIN
 
 
-def load_closed(source: str | IO[bytes], map_location: object, *, mapped: bool) -> StateDict:
+def load_closed(source: str | IO[bytes] | Archive, map_location: object, *, mapped: bool) -> StateDict:
     """Returns the state that :func:`save` has written, with references; raises ``zipfile.BadZipFile`` if it is damaged."""
-    if not isinstance(source, str):
-        source.seek(0)
     memory = None
     if mapped and isinstance(source, str):
         memory = torch.UntypedStorage.from_file(source, False, Path(source).stat().st_size)
     try:
         # Not by torch.load: without weights_only it gives a TorchScript archive to torch.jit, and a tar file to its oldest loader,
         # whatever the pickle module.
-        with open_zipfile_reader(source) as reader:
+        with _reader_of(source) as reader:
             state = load_zipfile(reader, map_location, closed_pickle, overall_storage=memory, encoding="utf-8")
     except OSError:
         raise
     except Exception as error:  # the pickle may hold anything
         raise zipfile.BadZipFile(f"its plain values cannot be read: {type(error).__name__}") from error
     return cast("StateDict", state)
+
+
+def _reader_of(source: str | IO[bytes] | Archive) -> AbstractContextManager[Any]:
+    if isinstance(source, Archive):
+        return contextlib.nullcontext(source)
+    if not isinstance(source, str):
+        source.seek(0)
+    return open_zipfile_reader(source)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from fabricamp._utils.types import CheckpointFiles, StateDict
 from fabricamp.checkpoint import storage
 from fabricamp.checkpoint.checkpoint_io import load_by, reads_own_files
-from fabricamp.checkpoint.file import read_checkpoint
+from fabricamp.checkpoint.reading import read_checkpoint
 from fabricamp.errors import CheckpointError, CheckpointObjectsError
 
 logger = logging.getLogger("fabricamp")

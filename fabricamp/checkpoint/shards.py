@@ -14,7 +14,7 @@ import re
 import warnings
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import IO, TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -23,15 +23,18 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.futures import Future
 
 from fabricamp.checkpoint.plain import MAPPINGS, TENSORS
 from fabricamp.errors import CheckpointError
 from fabricamp.ops.shards import is_shard
+from fabricamp.torch_private import load_zipfile, open_zipfile_reader, weights_only_pickle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 
 METADATA: Final = ".metadata"
@@ -199,6 +202,33 @@ class _Reader(FileSystemReader):
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fills the planner's tensors: of a part of a shard only that part is read, as files are mapped into memory."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            path = self._folder / name
+            mapped = cast("torch.UntypedStorage", torch.UntypedStorage.from_file(str(path), False, path.stat().st_size))
+            with path.open("rb") as file:
+                for item in items:
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(self._stored(file, mapped, item))
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _stored(self, file: IO[bytes], mapped: torch.UntypedStorage, item: ReadItem) -> Tensor:
+        """Returns the tensor on disk that ``item`` asks for, or the part of it, in the memory of the mapped file."""
+        place = self.storage_data[item.storage_index]
+        shard = mapped[place.offset : place.offset + place.length]
+        with open_zipfile_reader(self._slice_file(file, place)) as reader:
+            stored: Tensor = load_zipfile(reader, "cpu", weights_only_pickle, overall_storage=shard, encoding="utf-8")
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            stored = stored.narrow(dim, start, length)
+        return stored
 
 
 def _reduced_errors(action: Callable[[], object], what: str) -> None:

@@ -182,6 +182,19 @@ def modified_at(path: str) -> int:
         return 0
 
 
+def identity(path: str) -> tuple[int, ...]:
+    """Returns what tells a file from one that has replaced it; empty if the file is remote or missing."""
+    try:
+        return () if is_remote(path) else identity_of(_file_of(path).stat())
+    except OSError:
+        return ()
+
+
+def identity_of(file: os.stat_result) -> tuple[int, ...]:
+    """Returns what tells a file from one that has replaced it."""
+    return file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns
+
+
 def is_link(path: str) -> bool:
     """Returns whether ``path`` is a symbolic link."""
     return not is_remote(path) and Path(path).is_symlink()
@@ -298,3 +311,11 @@ def remove(path: str) -> None:
     filesystem, remote_path = filesystem_of(path)
     with contextlib.suppress(FileNotFoundError):
         filesystem.rm_file(remote_path)
+
+
+def reason(error: BaseException) -> str:
+    """Returns the operating system's reason if there is one: torch wraps it in an error of its own zip writer."""
+    for candidate in (error, error.__cause__, error.__context__):
+        if isinstance(candidate, OSError) and candidate.strerror:
+            return candidate.strerror
+    return str(error).partition("\n")[0][:300]

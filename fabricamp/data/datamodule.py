@@ -15,9 +15,9 @@ from fabricamp._utils.containers import own_containers
 from fabricamp._utils.keywords import refuse_others
 from fabricamp._utils.types import AnyBatch, Batch, StateDict
 from fabricamp.checkpoint import read_checkpoint
-from fabricamp.checkpoint.file import name_of_source
 from fabricamp.checkpoint.hyperparameters import DATA, HyperparametersMixin
 from fabricamp.checkpoint.load_from_checkpoint import build
+from fabricamp.checkpoint.reading import name_of_source
 from fabricamp.checkpoint.sections import data_state
 from fabricamp.data.transfer import move_to_device
 from fabricamp.errors import ConfigError

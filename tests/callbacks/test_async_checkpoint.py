@@ -225,7 +225,7 @@ def test_a_folder_that_is_removed_in_the_run_is_made_again(folder, kind, moment,
         "before": (None, ""),
         "create": (checkpoint_file, "create"),
         "fsync": (os, "fsync"),
-        "verify": (checkpoint_file, "_verify"),
+        "verify": (checkpoint_file, "verify_zip"),
         "sync": (checkpoint_file, "sync"),
     }[moment]
     if owner is not None:

@@ -28,6 +28,7 @@ from fabricamp.checkpoint.shard_loading import sharded_weights
 from fabricamp.commands.export import export
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.strategies import Sharding, Strategy
+from fabricamp.strategies.host_ranks import HostRanks
 
 
 class Sharded(Strategy, Sharding):
@@ -91,7 +92,7 @@ def test_one_file_becomes_a_folder(state, tmp_path):
     export(written(tmp_path / "a.ckpt", state), tmp_path / "whole.ckpt")
     assert export(tmp_path / "whole.ckpt", f"{tmp_path}/parts/").endswith("parts: the checkpoint of step 5 as a folder")
     check(read_checkpoint(tmp_path / "parts"))
-    rest = read_without_shards(str(tmp_path / "parts"))
+    rest = read_without_shards(str(tmp_path / "parts"), HostRanks(), weights_only=None)
     assert rest["state_dict"]["weight"].is_meta
     assert rest["optimizer_states"][0]["state"][0]["exp_avg"].is_meta
     assert rest["optimizer_states"][0]["state"][0]["step"] == 3
@@ -107,7 +108,7 @@ def test_of_a_folder_that_was_a_file_buffers_are_read_whole(state, tmp_path):
     export(tmp_path / "whole.ckpt", f"{tmp_path}/parts/")
     own = {**state["state_dict"], "running_mean": torch.zeros(4)}
     path = str(tmp_path / "parts")
-    found = sharded_weights(read_without_shards(path), path, own)["state_dict"]
+    found = sharded_weights(read_without_shards(path, HostRanks(), weights_only=None), path, own)["state_dict"]
     assert torch.equal(found["running_mean"], torch.arange(4.0))
     assert torch.equal(found["weight"].full_tensor(), state["state_dict"]["weight"].full_tensor())
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fabricamp.gradients.memory import GradientMemory
 from fabricamp.strategies import DDP, Environment
+from fabricamp.strategies.host_ranks import host_ranks
 from tests.distributed import test_nan_of_a_rank as nan_of_a_rank
 from tests.distributed.ranks import run_ranks
 from tests.windows import summed
@@ -100,6 +101,25 @@ def nccl_checks():
 
 def test_ddp_over_nccl():
     run_ranks(nccl_checks, 2, backend=None, start_method="spawn", timeout=120)
+
+
+def check_filling():
+    strategy = started()
+    whole = torch.arange(9_000_000, dtype=torch.float32)  # 36 MB: two pieces
+    memories = [torch.zeros(36_000_000, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8)]
+
+    def read(index, start, stop):
+        assert strategy.rank == 0
+        memories[index][start:stop] = whole.view(torch.uint8)[start:stop] if index == 0 else 7
+
+    with host_ranks(strategy, "file") as host:
+        host.fill(memories, read)
+    strategy.teardown()
+    return torch.equal(memories[0].view(torch.float32), whole) and memories[1].eq(7).all().item()
+
+
+def test_what_one_rank_reads_comes_to_the_other_over_nccl():
+    assert run_ranks(check_filling, 2, backend=None, start_method="spawn") == [True, True]
 
 
 def test_a_nan_of_any_gpu_is_the_largest_and_the_smallest_value():

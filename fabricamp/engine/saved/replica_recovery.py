@@ -11,9 +11,9 @@ from torch import Tensor
 from fabricamp._utils.types import StateDict
 from fabricamp.checkpoint import read_together
 from fabricamp.checkpoint.background import on_host
-from fabricamp.checkpoint.file import load_closed
 from fabricamp.checkpoint.object_files import save
 from fabricamp.checkpoint.packing import pack_objects, unpack_objects
+from fabricamp.checkpoint.reading import load_closed
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
