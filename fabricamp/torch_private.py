@@ -40,7 +40,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as global_optimize
 from torch.optim.optimizer import _use_grad_for_differentiable as optimizer_step_breaks_graphs
 from torch.serialization import _load as load_zipfile
 from torch.serialization import _open_zipfile_reader as open_zipfile_reader
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -54,6 +54,7 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
+    "TorchDispatchMode",
     "WeightsOnlyUnpickler",
     "abandon_sharded_step",
     "allocating_in_pool",
@@ -100,6 +101,7 @@ __all__ = [
     "sharded_parameters",
     "sleep_on_gpu",
     "starts_workers",
+    "storage_key",
     "stream_in_use",
     "streams_of_sharding",
     "symmetric_memory",
@@ -113,6 +115,7 @@ __all__ = [
     "with_part",
     "wrapper_tensor",
     "write_memory",
+    "written_arguments",
 ]
 
 # AnyBatchNorm, AnyLoss: the base classes of all BatchNorms and of all losses have no public name.
@@ -126,6 +129,7 @@ __all__ = [
 # loaders run code or write files; and it opens a file itself, where a checkpoint is read once, by one rank of a host.
 # weights_only_pickle: the module that torch.load(weights_only=True) gives to load_zipfile in the place of Python's pickle.
 # unwatched_operations: a class whose tensors have no memory has operations of its own below autograd only, at __torch_dispatch__.
+# TorchDispatchMode: sees each operation of a module's own code, those on ``.data`` and in torch.nn.init too.
 # tree_map_only: an operation's arguments have tensors in lists and dictionaries.
 # is_traceable_wrapper_subclass: kernels cannot read a DTensor or another wrapper subclass; fused optimizers refuse them.
 
@@ -510,6 +514,22 @@ def fsdp_copy_ops() -> CopyOps:
 def wrapper_tensor(kind: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
     """Returns a tensor of class ``kind`` without memory."""
     return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Returns a number that tensors with the same memory have in common, on the meta device too; valid while one of them lives."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def written_arguments(operation: Any) -> tuple[str, frozenset[int | str]]:
+    """Returns the name of an operation of a TorchDispatchMode, and what it writes to: places and names of arguments."""
+    schema = operation._schema
+    written: set[int | str] = set()
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written |= {place, argument.name}
+    return schema.name.rpartition("::")[2], frozenset(written)
 
 
 def whole_gradient(record: Any) -> torch.Tensor | None:

@@ -52,12 +52,14 @@ PARTS = {
     ),
     "sharded": Part(  # parameters and state in parts, on two ranks and four
         (
+            "tests/distributed/test_first_values_ranks.py",
             "tests/distributed/test_fsdp.py",
             "tests/distributed/test_fsdp_collectives.py",
             "tests/distributed/test_fsdp_features.py",
             "tests/distributed/test_fsdp_objects.py",
             "tests/distributed/test_sharded_optimizers.py",
             "tests/distributed/test_tensor_parallel.py",
+            "tests/strategies/test_first_values_of_packages.py",
             "tests/trainer/test_float8_gather.py",
         ),
         (
@@ -74,6 +76,7 @@ PARTS = {
             "fabricamp/strategies",
             "tests/cuda_on_cpu",
             "tests/distributed/sharded.py",
+            "tests/strategies/first_values.py",
             "tests/trainer/test_float8_in_the_loop.py",
         ),
     ),
@@ -201,6 +204,7 @@ PARTS = {
             "tests/examples/test_gnn.py",
             "tests/examples/test_gpt.py",
             "tests/examples/test_imagenet.py",
+            "tests/examples/test_meta_start_benchmark.py",
             "tests/examples/test_notebook.py",
             "tests/examples/test_readme.py",
             "tests/examples/test_render.py",

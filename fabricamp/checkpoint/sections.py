@@ -145,7 +145,7 @@ def restore_weights(module: TrainingModule, checkpoint: StateDict, path: str, *,
         {"state_dict": state, LEFT_OUT: checkpoint.get(LEFT_OUT)}, module
     )  # hooks may have renamed them
     state = renamed["state_dict"]
-    unfilled = [name for name in leave_meta(module) if name not in state]
+    unfilled = leave_meta(module, loaded=state)
     if unfilled:
         raise CheckpointError(
             f"{path} has no {', '.join(unfilled):.300}, which {type(module).__name__} builds on the meta device without values; "

@@ -69,6 +69,7 @@ from fabricamp.optimizers.closures import demands_closure
 from fabricamp.precision.base import NOT_CONVERTED
 from fabricamp.rng import isolate_rng
 from fabricamp.state import RunningStage, TrainerFn
+from fabricamp.strategies.meta_init import fill_module
 from fabricamp.watchdog import Watchdog, leave_at_exit
 
 if TYPE_CHECKING:
@@ -226,6 +227,8 @@ class Session(RunParts):
             self._synchronised_norms = [layer for layer in self.module.modules() if layer not in before]
         if self.strategy.sharding.shards:
             self.run_summary.say(shard_module(self, self.trainer, filled_later=filled_later))
+        elif not filled_later:
+            fill_module(self.module, self.strategy)
 
     def _hide_private_values(self) -> None:
         """Marks the loggers as private if hyper-parameters are; called before the loggers write or reopen a file."""

@@ -33,7 +33,7 @@ from fabricamp.strategies.fsdp_units import (
     refuse_second_order,
     units_of,
 )
-from fabricamp.strategies.meta_init import FirstValues, fills_others
+from fabricamp.strategies.meta_init import FirstValues, digest_of, refuse_unfilled
 from fabricamp.strategies.process_group import ProcessGroupStrategy
 from fabricamp.strategies.tensor_parallel import TENSOR, checked_tensor_parallel, split_layers
 from fabricamp.strategies.unused_parameters import listed
@@ -140,7 +140,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         """The memory that the ranks read of each other; None if they do not."""
 
     def shard_module(self, module: nn.Module, plan: ShardPlan) -> str:
-        """Shards ``module`` unit by unit: fills meta tensors, broadcasts rank 0's values, then keeps this rank's shard.
+        """Shards ``module`` unit by unit: fills meta tensors, broadcasts rank 0's other values, then keeps this rank's shard.
 
         Returns a line for the log.
         """
@@ -161,14 +161,12 @@ class FSDP(ProcessGroupStrategy, Sharding):
         for _, submodule in of_classes(module, self.activation_checkpointing, "activation_checkpointing"):
             checkpoint_activations(submodule)  # before the hooks that gather
 
-        first_values = self._first_values(module, units)
+        first_values = FirstValues.together(module, self)
         self._mesh = self._mesh_of_ranks()
-        exchange = Exchange(1, DEFAULT_BUCKET_MB)
         sizes = []
         for unit in units:
             modules = own_modules(unit, units)
-            first_values.give(modules)
-            self._share(modules, exchange)
+            self._share(modules, first_values.fill(modules))
             self._cast(modules, plan)
             sizes.append(unit.size)
             if self.parallelize is None:
@@ -179,9 +177,8 @@ class FSDP(ProcessGroupStrategy, Sharding):
             for unit in units:
                 self._shard(unit, own_modules(unit, units), plan, is_root=unit is units[-1])
 
-        unfilled = self.broadcast(first_values.unfilled)
         if not plan.filled_later:
-            _refuse_unfilled(unfilled, module_class)
+            refuse_unfilled(first_values.unfilled, module_class)
         self._undo.note()
         self._undo.also(refuse_second_order(units))
         self._wrap_steps(module)
@@ -216,17 +213,6 @@ class FSDP(ProcessGroupStrategy, Sharding):
                 "or give True or False"
             )
 
-    def _first_values(self, module: nn.Module, units: Sequence[Unit]) -> FirstValues:
-        """Returns what allocates meta tensors unit by unit; if rank 0 can only fill all at once, they are filled already."""
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        missing = self.broadcast([name for name, tensor in tensors if tensor.is_meta])
-        fills_all = self.rank == 0 and bool(missing) and fills_others(module, {unit.module for unit in units})
-        # The full module may be too large for the device.
-        first_values = FirstValues(module, _CPU if fills_all else self.device, fills=self.rank == 0)
-        if fills_all:
-            first_values.give(module.modules())
-        return first_values
-
     def _mesh_of_ranks(self) -> DeviceMesh:
         """Returns the mesh of the ranks; neighbouring ranks share a copy of the module."""
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -250,8 +236,11 @@ class FSDP(ProcessGroupStrategy, Sharding):
             self._meshes = [mesh]
         return self._meshes[0]
 
-    def _share(self, modules: Sequence[nn.Module], exchange: Exchange) -> None:
-        """Broadcasts rank 0's values of the modules' own tensors, on the device; with ``parallelize`` they end in host memory."""
+    def _share(self, modules: Sequence[nn.Module], filled: Sequence[Tensor]) -> None:
+        """Broadcasts rank 0's values of the modules' own tensors, on the device; with ``parallelize`` they end in host memory.
+
+        Those that every rank has ``filled`` itself are broadcast only where ranks differ.
+        """
         # By id, because modules may share a tensor.
         tensors = {}
         for module in modules:
@@ -261,12 +250,24 @@ class FSDP(ProcessGroupStrategy, Sharding):
                     tensors[id(tensor)] = tensor
         for tensor in tensors.values():
             tensor.data = tensor.data.to(self.device)
-        if tensors and self.world_size > 1:
-            exchange.broadcast([tensor.detach() for tensor in tensors.values()])
+        if self.world_size > 1:
+            equal = set(map(id, self._equal_everywhere(filled)))
+            different = [tensor.detach() for tensor in tensors.values() if id(tensor) not in equal]
+            if different:
+                # Each time a new one: it holds what it has exchanged, and a unit's full values are dropped when it is sharded.
+                Exchange(1, DEFAULT_BUCKET_MB).broadcast(different)
         if self.parallelize is not None:
             # Sharding starts only when all units have their values, and the device may be too small for all of them.
             for tensor in tensors.values():
                 tensor.data = tensor.data.to(_CPU)
+
+    def _equal_everywhere(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns those of ``tensors`` of which all ranks have the same bits; every rank calls it with as many."""
+        if not tensors:
+            return []
+        digests = self.all_gather(torch.stack([digest_of(tensor) for tensor in tensors]))
+        equal = (digests == digests[0]).all(dim=0).tolist()
+        return [tensor for tensor, is_equal in zip(tensors, equal, strict=True) if is_equal]
 
     def _cast(self, modules: Sequence[nn.Module], plan: ShardPlan) -> None:
         """Casts the modules' own trained parameters to ``stored_dtype``; frozen ones keep their dtype."""
@@ -583,14 +584,6 @@ def _neighbours_along(ranks: Tensor, dimension: int) -> list[list[int]]:
     """Returns groups of ranks that differ only in this dimension of the mesh."""
     groups: list[list[int]] = ranks.transpose(dimension, -1).reshape(-1, ranks.shape[dimension]).tolist()
     return groups
-
-
-def _refuse_unfilled(names: Sequence[str], module_class: str) -> None:
-    if names:
-        raise ConfigError(
-            f"{listed(names)} of {module_class} were built on the meta device, and no module gives them values: "
-            "write reset_parameters(self), or init_weights(self), in the class that owns them, or give ckpt_path"
-        )
 
 
 def _reshard(module: nn.Module) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -357,15 +357,27 @@ class Filtered(torch.nn.Linear):
         return (parameter for parameter in super().parameters(recurse) if parameter.requires_grad)
 
 
+def values_of_hidden_parameters():
+    """Returns a layer's full values at the beginning of a run in which each rank has built it with others."""
+
+    class Reads(Classifier):
+        def configure_model(self):
+            self.layer = Filtered(2, 4)
+            self.layer.weight.requires_grad_(False)
+            for parameter in (self.layer.weight, self.layer.bias):
+                nn.init.constant_(parameter, 1.0 + int(os.environ["RANK"]))
+
+        def on_fit_start(self):
+            self.read = [parameter.detach().full_tensor() for parameter in (self.layer.weight, self.layer.bias)]
+
+    module = Reads()
+    quiet_trainer(strategy="fsdp", devices="auto", max_steps=0).fit(module, loader(8, 4))
+    return module.read
+
+
 def test_what_a_module_does_not_show_is_shared_as_well():
-    layer = Filtered(2, 3)
-    layer.weight.requires_grad_(False)
-    sent = []
-    strategy = FSDP()
-    strategy.device = torch.device("cpu")
-    strategy.environment = Environment(rank=0, world_size=2, local_rank=0)
-    strategy._share([layer], SimpleNamespace(broadcast=sent.extend))
-    assert {tuple(tensor.shape) for tensor in sent} == {(3, 2), (3,)}
+    for values in run_ranks(values_of_hidden_parameters, 2, backend=None):
+        assert all(value.eq(1).all() for value in values)
 
 
 class Evaluated(Classifier):
