@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import os
 import pickle
-from typing import Any
+import sys
+from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 
 from fabricamp._utils.types import StateDict
@@ -16,17 +19,19 @@ from fabricamp.checkpoint.plain import MAPPINGS, TENSORS, VALUES, check_content,
 from fabricamp.errors import CheckpointError, CheckpointObjectsError
 from fabricamp.ops.shards import is_shard
 from fabricamp.rng import isolate_rng
+from fabricamp.torch_private import is_traceable_wrapper_subclass
 
 
-def pack_objects(state: StateDict, module: nn.Module | None = None) -> StateDict:
+def pack_objects(state: StateDict, module: nn.Module | None = None, *, allowed_alone: bool = False) -> StateDict:
     """Returns ``state`` with references in place of its objects, which are pickled now; ``state`` itself if it has none.
 
-    An object is a value that ``torch.load(weights_only=True)`` could not load; a tuple, a set or a dict whose keys contain such a
-    value counts as one object.  Containers without objects are not copied.  Tensors of ``module`` inside objects are saved with the
-    values of ``state["state_dict"]``, which are full precision if the module's are half.  Raises :class:`CheckpointError` with the
-    key path of an object that cannot be pickled.
+    An object is a value that is no plain data; a tuple, a set or a dict whose keys contain such a value counts as one object.
+    With ``allowed_alone`` only those of classes that gave themselves, or that the program gave, to
+    ``torch.serialization.add_safe_globals``: ``torch.load(weights_only=True)`` reads them.  Containers without objects are not
+    copied.  Tensors of ``module`` inside objects are saved with the values of ``state["state_dict"]``, which are full precision if
+    the module's are half.  Raises :class:`CheckpointError` with the key path of an object that cannot be pickled.
     """
-    packing = _Packing()
+    packing = _Packing(allowed_classes() if allowed_alone else None)
     try:
         packed: StateDict = packing.convert(state, "checkpoint")
     except RecursionError:  # a list contains itself: the later check of the content reports it
@@ -50,9 +55,23 @@ def _full_values(module: nn.Module, state: StateDict) -> dict[int, Tensor]:
     return full
 
 
+def allowed_classes() -> frozenset[type]:
+    """Returns the classes that were given to ``torch.serialization.add_safe_globals``, as torchao gives those of its tensors."""
+    return frozenset(one for one in torch.serialization.get_safe_globals() if isinstance(one, type))
+
+
+def objects_of(value: object, path: str) -> list[tuple[str, str, object]]:
+    """Returns (key path, name of its class, object) of each object in ``value``."""
+    packing = _Packing()
+    packing.convert(value, path)
+    return packing.found
+
+
 class _Packing:
-    def __init__(self) -> None:
+    def __init__(self, only: frozenset[type] | None = None) -> None:
+        """``only``: the classes of the objects to pack; None packs all."""
         self.pickled = PickledObjects()
+        self._only = only
         self.found: list[tuple[str, str, object]] = []
         # By id, so a container that occurs twice in the state is one object after a load too.
         self._converted: dict[int, Any] = {}
@@ -74,8 +93,15 @@ class _Packing:
             return self._with(value, {at: self.convert(part, f"{path}[{at}]") for at, part in enumerate(value)})
         if type(value) in (tuple, set) and _is_plain(value):
             return value
+        if not self._packs(value):
+            return value
         self.found.append((path, name_of(value), value))
         return ObjectRef(self.pickled, len(self.found) - 1)
+
+    def _packs(self, value: object) -> bool:
+        if self._only is None or type(value) in self._only:
+            return True
+        return type(value) is tuple and all(self._packs(item) or _is_plain(item) for item in value)
 
     @staticmethod
     def _with(container: Any, parts: dict[Any, Any]) -> Any:
@@ -105,9 +131,42 @@ def unpack_objects(state: object, path: str, *, weights_only: bool | None) -> No
     """Replaces the references in a state read from ``path`` by the objects, in place.
 
     ``weights_only`` False allows code to rebuild them.  True and None allow torch's own types, and those that the program gave to
-    ``torch.serialization.add_safe_globals``; raises :class:`CheckpointObjectsError` with the keys and classes of others.
+    ``torch.serialization.add_safe_globals``; raises :class:`CheckpointObjectsError` with the keys and classes of others.  If all
+    of these are in the states of optimizers, their references stay instead: everything else in the file loads without them, and
+    :func:`unpack_optimizers` raises.
     """
-    _put_back(state, path, weights_only=not allows_code(weights_only))
+    try:
+        _put_back(state, path, weights_only=not allows_code(weights_only))
+    except CheckpointObjectsError:
+        if not all(place.startswith(_OF_OPTIMIZERS) for place in objects_in(state)):
+            raise
+
+
+_OF_OPTIMIZERS: Final = "checkpoint['optimizer_states']"
+
+
+def unpack_optimizers(state: StateDict, path: str) -> None:
+    """Replaces the references that :func:`unpack_objects` has left, in place: a package may have been imported since.
+
+    Raises :class:`CheckpointObjectsError` with keys, classes, and the package that is missing.
+    """
+    references = objects_in(state)
+    if not any(place.startswith(_OF_OPTIMIZERS) for place in references):
+        return
+    packages = {reference.name.partition(".")[0] for reference in references.values()}
+    missing = sorted(package for package in packages if not _is_installed(package))
+    if missing:
+        raise CheckpointObjectsError(
+            f"{path} holds states of an optimizer ({', '.join(described_objects(state)):.300}) of the package "
+            f"{', '.join(missing)}, which is not installed here; install it to resume. All else in the file loads without it "
+            "(load_from_checkpoint, validate, test, predict)"
+        )
+    _put_back(state, path, weights_only=True)
+
+
+def _is_installed(package: str) -> bool:
+    # A module's spec is looked for without importing it, unless its name, which is the file's, has dots.
+    return package in sys.modules or (package.isidentifier() and importlib.util.find_spec(package) is not None)
 
 
 def unpack_own(state: object) -> None:
@@ -128,7 +187,19 @@ def _put_back(state: object, path: str, *, weights_only: bool) -> None:
             by_pack[id(pickled)] = _loaded(pickled, path, state, weights_only=weights_only)
     for _, container, key in places:
         reference = container[key]
-        container[key] = by_pack[id(reference.objects)][reference.index]
+        container[key] = _where_its_parts_are(by_pack[id(reference.objects)][reference.index])
+
+
+def _where_its_parts_are(value: Any) -> Any:
+    """Returns a tensor made of others on their device: a pickle has the device of the save, and its parts are read elsewhere."""
+    if not is_traceable_wrapper_subclass(value):
+        return value
+    tensor: Any = value
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: getattr(tensor, name) for name in names}
+    if all(part.device == tensor.device for part in parts.values()):
+        return tensor
+    return type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
 
 
 def allows_code(weights_only: bool | None) -> bool:
@@ -153,6 +224,18 @@ def _loaded(pickled: PickledObjects, path: str, state: object, *, weights_only: 
 def described_objects(state: object) -> list[str]:
     """Returns key path and class of each object in ``state``."""
     return [f"{path}: {reference.name}" for path, reference in objects_in(state).items()]
+
+
+def loads_unasked(state: object) -> bool:
+    """Returns whether the objects in ``state`` are all of classes that ``torch.load(weights_only=True)`` reads in this process."""
+    packs = {id(reference.objects): reference.objects for reference in objects_in(state).values()}
+    try:
+        with isolate_rng():
+            for pickled in packs.values():
+                pickled.load(weights_only=True)
+    except Exception:  # noqa: BLE001 - code of the classes
+        return False
+    return True
 
 
 def _not_here(path: str, state: object, error: Exception) -> CheckpointObjectsError:

@@ -28,6 +28,7 @@ from fabricamp.checkpoint.identities import (
     saved_names,
 )
 from fabricamp.checkpoint.left_out import LEFT_OUT, Trained, with_base
+from fabricamp.checkpoint.packing import unpack_optimizers
 from fabricamp.checkpoint.plain import PRIVATE, with_numpy, without_numpy
 from fabricamp.checkpoint.record import Section, WholeKey
 from fabricamp.checkpoint.shard_loading import sharded_states
@@ -213,6 +214,7 @@ class Optimizers(Section):
                 "TrainingModule.load_from_checkpoint and start from the beginning, or give a checkpoint saved with "
                 "save_weights_only=False"
             )
+        unpack_optimizers(checkpoint, path)
         _check_number(path, "optimizers", states, self.optimizers)
         identities = saved_identities(checkpoint, OPTIMIZERS, len(states))
         states = [

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fabricamp._utils.types import Batch, Loader, Step
     from fabricamp.data import Feed
     from fabricamp.engine.checks.monitors import MonitorLook
+    from fabricamp.engine.checks.optimizer_states import StateLook
     from fabricamp.engine.update import StepRunner, Update
     from fabricamp.hooks import Calls
     from fabricamp.watchdog import LoopRequests
@@ -58,6 +59,8 @@ class FitParts(RunParts):
     """Logs a line; None where the run is silent."""
     monitors: MonitorLook | None
     """Looks whether the monitored names are logged; None on ranks that say nothing."""
+    states: StateLook | None
+    """Looks at the states of optimizers of others after the first steps; None if no callback saves them."""
     renew: Callable[[FitParts], None]
     """Called before each epoch: replaces the loaders if the epoch reloads them."""
 
@@ -87,6 +90,8 @@ class TrainingLoop:
         self._agenda.add(self._flush)
         if self._settings.max_time is not None:
             self._agenda.add(self._deadline)
+        if parts.states is not None:
+            self._agenda.add(parts.states)
         self._agenda.add(self._validation)
         if parts.monitors is not None:
             self._agenda.add(parts.monitors)

@@ -15,17 +15,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricamp._utils.without_compiler import let_optimizers_work
+from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.checkpoint import read_together, write_together
 from fabricamp.checkpoint.checkpoint_io import end_plugin, writes_own_files
 from fabricamp.checkpoint.compiled_names import with_names_of
 from fabricamp.checkpoint.form import form_of
 from fabricamp.checkpoint.left_out import LEFT_OUT, Trained
-from fabricamp.checkpoint.packing import described_objects, pack_objects
+from fabricamp.checkpoint.packing import described_objects, loads_unasked, pack_objects
 from fabricamp.checkpoint.plain import stages_as_text
 from fabricamp.data import draw_a_pass, release_workers, set_epoch, set_sampler_epoch
 from fabricamp.data.lengths import without
 from fabricamp.engine.checks.model_checks import warn_of_oversights
 from fabricamp.engine.checks.monitors import MonitorLook
+from fabricamp.engine.checks.optimizer_states import StateLook, check_states, keeps_others
 from fabricamp.engine.checks.sharding_checks import check_saving, shard_module
 from fabricamp.engine.compiled import Compilation
 from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions, print_results
@@ -318,6 +320,7 @@ class Session(RunParts):
             warn_of_oversights(self.module, self.optimizers, self.source.datamodule, self.trainer.callbacks)
         self.run_summary.begin()
         call_all(self.hooks("on_fit_start"))
+        states = self._state_look()
         if self.settings.num_sanity_val_steps and (self.checkpoint is None or self.state.batches_done == 0):
             with self.time_spent.part("sanity check"):
                 self._sanity_check()
@@ -332,7 +335,7 @@ class Session(RunParts):
             # In a second fit Lightning begins a pass here and drops it; this consumes random numbers before the orders that follow.
             draw_a_pass(self.data.train_loader)
             self.resume_point.reloaded = self.state.epoch
-        parts = self._fit_parts()
+        parts = self._fit_parts(states)
         update, runner = self._update(parts)
         self.resume_point.begin(parts.feed, update)
         self.resumed = self.checkpoint is not None
@@ -352,7 +355,7 @@ class Session(RunParts):
 
             say_differences(self)
 
-    def _fit_parts(self) -> FitParts:
+    def _fit_parts(self, states: StateLook | None) -> FitParts:
         """Returns the loop's parts; asks for the training loader before the validation loaders."""
         length = self._epoch_length()
         self.run_summary.workers(self.data.train_loader)
@@ -376,8 +379,22 @@ class Session(RunParts):
             meet_at_end_of_data=self.watchdog.meet_at_end_of_data,
             say=self.run_summary.say if self.run_summary.speaks_of_time else None,
             monitors=monitors,
+            states=states,
             renew=self._renew,
         )
+
+    def _state_look(self) -> StateLook | None:
+        """Checks that the states which optimizers have already can be saved; returns what looks at those that steps make."""
+        saves = any(
+            isinstance(one, Checkpoint) and not getattr(one, "save_weights_only", False)
+            for one in self.trainer.callbacks
+        )
+        others = [one for one in self.optimizers if keeps_others(one)]
+        plugin = not writes_own_files(self.strategy.checkpoint_io)
+        if not others or not saves or plugin or self.settings.checkpoint_objects:
+            return None
+        check_states(others)
+        return StateLook(self.state, others)
 
     def _epoch_length(self) -> float:
         """Returns the micro-batches of an epoch, inf if unknown; raises if an epoch would never make a step."""
@@ -619,7 +636,7 @@ class Session(RunParts):
             self.trained.leave_out_others(checkpoint, self.module)
         checkpoint = stages_as_text(checkpoint)
         # A plug-in that writes gets the objects themselves, as in Lightning.
-        if self.settings.checkpoint_objects and writes_own_files(self.strategy.checkpoint_io):
+        if writes_own_files(self.strategy.checkpoint_io):
             checkpoint = self._with_objects_pickled(checkpoint)
 
         if write is None:
@@ -629,13 +646,18 @@ class Session(RunParts):
             form_of(self.strategy).on_writers(self.strategy, lambda: write(filepath, checkpoint))
 
     def _with_objects_pickled(self, checkpoint: StateDict) -> StateDict:
-        """Returns ``checkpoint`` with its objects pickled on rank 0; the other ranks write sharded tensors alone."""
+        """Returns ``checkpoint`` with its objects pickled on rank 0; the other ranks write sharded tensors alone.
+
+        Without ``checkpoint_objects`` only those that a resume reads unasked: of classes that torch was told to allow.
+        """
         packed = checkpoint
 
         def pack() -> None:
             nonlocal packed
-            packed = pack_objects(checkpoint, self.module)
-            if packed is checkpoint or self._told_of_objects:
+            packed = pack_objects(checkpoint, self.module, allowed_alone=not self.settings.checkpoint_objects)
+            if packed is checkpoint or self._told_of_objects or not self.settings.checkpoint_objects:
+                return
+            if loads_unasked(packed):
                 return
             self._told_of_objects = True
             objects = ", ".join(described_objects(packed))
