@@ -31,13 +31,16 @@ class Compile(NamesKeywords):
         part: "step" compiles ``training_step`` as a whole; "modules" compiles each module that the step calls; "blocks" compiles
             one of the repeated blocks of a network (such as the members of a ModuleList), and runs the others by the same code.
             None takes the first of them that the precision, the strategy and the way of optimization allow.
+        cache: a folder in which compiled code is kept, and found by later runs on machines with the same card and versions; True
+            takes "compiled_code" in the Trainer's ``default_root_dir``.  False: torch alone keeps it, on this machine
+            (``TORCHINDUCTOR_CACHE_DIR``, else a temporary folder).  Files are unpickled: give a folder that you trust.
         evaluation: also compiles validation, test and predict steps; otherwise they run eagerly.
         options: keywords of ``torch.compile``.  ``dynamic`` defaults to False: otherwise torch recompiles for dynamic shapes once
             it has seen two sizes, and full batches after a short one would run other code than in a run resumed between them.  For
             the same reason inductor's option "deterministic" is on: kernels are not chosen by their time.
 
     Raises:
-        ConfigError: for another part, or a keyword that ``torch.compile`` does not have.
+        ConfigError: for another part, a keyword that ``torch.compile`` does not have, or a cache of another backend's code.
 
     Example:
         >>> Compile("blocks", fullgraph=True).options["dynamic"]
@@ -45,10 +48,18 @@ class Compile(NamesKeywords):
     """
 
     part: Part | None
+    cache: bool | str | os.PathLike[str]
     evaluation: bool
     options: dict[str, Any]
 
-    def __init__(self, part: Part | None = None, *, evaluation: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        part: Part | None = None,
+        *,
+        cache: bool | str | os.PathLike[str] = False,
+        evaluation: bool = False,
+        **options: Any,
+    ) -> None:
         if part is not None and part not in _PARTS:
             raise ConfigError(
                 f"Compile({part!r}) is not allowed{nearest(str(part), _PARTS)} (allowed: {', '.join(map(repr, _PARTS))}, None)"
@@ -57,12 +68,13 @@ class Compile(NamesKeywords):
         known = [key for key in inspect.signature(torch.compile).parameters if key != "model"]
         for key in options:
             if key not in known:
-                raise ConfigError(
-                    f"compile: torch.compile has no {key!r}{nearest(key, known)} (known: part, evaluation, {', '.join(known)})"
-                )
+                allowed = ", ".join(("part", "cache", "evaluation", *known))
+                raise ConfigError(f"compile: torch.compile has no {key!r}{nearest(key, known)} (known: {allowed})")
         if options.get("mode") is not None and options.get("options") is not None:
             raise ConfigError("compile: torch.compile takes mode or options; give one of them")
+        _check_cache(cache, options.get("backend", "inductor"))
         self.part = part
+        self.cache = cache
         self.evaluation = evaluation
         self.options = {"dynamic": False, **options}
 
@@ -104,6 +116,15 @@ class Compile(NamesKeywords):
         if given is None and options.get("backend", "inductor") == "inductor":
             return "TORCHINDUCTOR_CUDAGRAPHS=1" if os.environ.get("TORCHINDUCTOR_CUDAGRAPHS") == "1" else ""
         return ""
+
+
+def _check_cache(cache: object, backend: object) -> None:
+    if not isinstance(cache, bool | str | os.PathLike) or cache == "":
+        raise ConfigError(f"Compile(cache={cache!r}) is not allowed; give a folder, True or False")
+    if cache is not False and backend != "inductor":
+        raise ConfigError(
+            f"Compile(cache=..., backend={backend!r}): torch keeps code of 'inductor' alone; leave one of them out"
+        )
 
 
 def _timed(options: Mapping[str, Any]) -> str:

@@ -51,6 +51,8 @@ __all__ = [
     "AnyLoss",
     "Compilation",
     "HashStore",
+    "InductorBackend",
+    "Lookups",
     "PrefixStore",
     "Store",
     "TCPStore",
@@ -60,10 +62,12 @@ __all__ = [
     "allocating_in_pool",
     "allocator",
     "any_autocast",
+    "cache_lookups",
     "call_at_end_of_backward",
     "checkpoint_activations",
     "compilations_since",
     "compiled_by_user",
+    "compiler_cache",
     "compiler_of",
     "compiler_options",
     "current_backward",
@@ -112,6 +116,7 @@ __all__ = [
     "unwatched_operations",
     "weights_only_pickle",
     "whole_gradient",
+    "with_backward",
     "with_part",
     "wrapper_tensor",
     "write_memory",
@@ -135,6 +140,9 @@ __all__ = [
 
 DISABLED_FORM: Final = "__dynamo_disable"
 """The attribute in which torch keeps the form of a function that its compiler does not trace, from the first call on."""
+
+InductorBackend: Final[Any] = torch._TorchCompileInductorWrapper
+"""The class of what ``torch.compile`` calls for its default backend; ranks that share compiled code take turns in its call."""
 
 functorch_active: Final[Callable[[], bool]] = torch._C._are_functorch_transforms_active
 """Returns whether vmap, grad or another transform is active: kernels have no rule for transforms, so torch's operations run."""
@@ -369,6 +377,41 @@ def is_limit_hit(error: BaseException) -> bool:
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     return isinstance(error, FailOnRecompileLimitHit)
+
+
+class Lookups(NamedTuple):
+    """How often torch's caches of compiled code had what was asked for, and had not."""
+
+    hit: int
+    missed: int
+
+    def __sub__(self, other: Lookups) -> Lookups:
+        return Lookups(self.hit - other.hit, self.missed - other.missed)
+
+
+def cache_lookups() -> Lookups:
+    """Returns the lookups of this process, of graphs of forward and backward; torch counts them nowhere else."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        return Lookups(0, 0)
+    counts = utils.counters["inductor"]
+    return Lookups(counts["fxgraph_cache_hit"], counts["fxgraph_cache_miss"])
+
+
+def compiler_cache() -> str:
+    """Returns the folder in which torch keeps compiled code on this machine; the environment or the user's name say which."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder: str = cache_dir()
+    return folder
+
+
+def with_backward() -> AbstractContextManager[None]:
+    """Returns a context in which a graph's backward is compiled with it; by default it is compiled in the first backward."""
+    from torch._functorch import config
+
+    patched: AbstractContextManager[None] = config.patch(force_non_lazy_backward_lowering=True)
+    return patched
 
 
 def guarded_hooks() -> AbstractContextManager[None]:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from fabricamp.engine.compilation_watch import CompilationWatch
 from fabricamp.engine.compiled_calls import CompiledCalls, called_modules, repeated_blocks
+from fabricamp.engine.compiled_code import CompiledCode
+from fabricamp.engine.compiled_turns import InTurns
 from fabricamp.errors import ConfigError
 from fabricamp.torch_private import (
     compiled_by_user,
@@ -63,6 +65,7 @@ class Compilation:
         self._compiler = session.source.compiler
         self._part: Part | None = None
         self._calls: CompiledCalls | None = None
+        self._code: CompiledCode | None = None
         self._watch = CompilationWatch(session.trainer.state, speaks=session.trainer.is_global_zero)
         self._changed = contextlib.ExitStack()
         self._looks_for_graphs = session.settings.cuda_graph is not None
@@ -94,7 +97,8 @@ class Compilation:
             name = type(self._session.module).__name__
             self._session.run_summary.say(f"{name}, compiled by torch.compile, trains uncompiled: {error}")
             return step
-        return self._armed(step, "training")
+        armed = self._armed(step, "training")
+        return armed if self._code is None else self._code.watching(armed)
 
     def evaluation_step(self, step: Step) -> Step:
         """Returns a step of an evaluation, compiled if the options say so."""
@@ -122,6 +126,7 @@ class Compilation:
         if part is None and chosen != "step":
             session.run_summary.say(f"compile takes {_WORDS[chosen]}: {reasons['step']}")
         self._say_inexact()
+        self._find_code(chosen)
         # Hooks registered later on a module within compiled code run too: torch recompiles for them.
         self._changed.enter_context(guarded_hooks())
         if chosen == "step":
@@ -132,11 +137,24 @@ class Compilation:
         modules = called_modules(session.module) if chosen == "modules" else repeated_blocks(session.module)
         calls.put_on(modules, shared=chosen == "blocks")
 
+    def _find_code(self, part: Part) -> None:
+        """Looks in the folder of ``Compile(cache=...)`` for compiled code."""
+        if self._options is None or self._options.cache is False:
+            return
+        session = self._session
+        self._code = CompiledCode(self._options, part, session.module, trainer=session.trainer)
+        self._code.load()
+        self._changed.callback(self._code.save)
+
     def _compile(self, function: Step) -> Step:
         if self._compiler is not None:
             return self._compiler(function)
         assert self._options is not None
-        return torch.compile(function, **self._options.for_torch())
+        options = self._options.for_torch()
+        if self._session.strategy.world_size > 1 and options.get("backend", "inductor") == "inductor":
+            own = [options.pop(name, None) for name in ("mode", "options")]
+            options["backend"] = InTurns(*own, options["dynamic"])
+        return torch.compile(function, **options)
 
     def _check_graph(self) -> None:
         """Raises :class:`ConfigError` if the user has compiled a part of the module with torch's own CUDA graphs."""
