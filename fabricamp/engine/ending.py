@@ -29,6 +29,7 @@ from fabricamp.lightning.lending import detach
 from fabricamp.module import TrainingModule
 from fabricamp.ops.peer_memory import check_peers
 from fabricamp.ops.shards import is_shard, local
+from fabricamp.optimizers import modes
 from fabricamp.precision.opt_levels import LEVELS
 from fabricamp.precision.step_results import LossWatch
 from fabricamp.state import REQUEUES
@@ -158,6 +159,7 @@ def end_fit(trainer: Trainer, loop: TrainingLoop, run_summary: RunSummary) -> No
     loop.end()
     if parts.precision.verdicts is not None:
         parts.precision.verdicts.drain()
+    modes.evaluate(parts.optimizers, parts.precision)
     check_peers()
     call_all(parts.hooks("on_fit_end"))
     if trainer.is_global_zero and not explanation:

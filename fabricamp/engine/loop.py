@@ -22,7 +22,7 @@ from fabricamp.engine.run_parts import RunParts
 from fabricamp.errors import ConfigError
 from fabricamp.habits import say_difference
 from fabricamp.hooks import call_all, call_hook
-from fabricamp.optimizers import muon
+from fabricamp.optimizers import modes, muon
 from fabricamp.state import Scope
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ class TrainingLoop:
         state.user_call.scope = Scope.TRAIN_EPOCH
         # Resumed within an epoch: the checkpoint has what on_train_start and on_train_epoch_start log; they must not log it twice.
         self.metrics.muted = resume_point.resumed and state.batch_idx > 0
+        modes.train(self.parts.optimizers, self.parts.precision)
         call_all(hooks("on_train_start"))
         epoch_start = hooks("on_train_epoch_start")
         # Order at the end of an epoch: reduction over ranks, callbacks' hooks, the module's hook, reduction of the values logged by
@@ -352,8 +353,10 @@ class TrainingLoop:
         self.metrics.drain()
         self.metrics.reduce_steps(self.state.global_step)
         self.state.user_call.batch = None
+        modes.evaluate(self.parts.optimizers, self.parts.precision)
         with self.parts.time_spent.part("validation"):
             cut_short = validate()
+        modes.train(self.parts.optimizers, self.parts.precision)
         if not cut_short:
             self.state.validated_at = self.state.batches_done
         self.state.user_call.scope = Scope.TRAIN_STEP

@@ -68,6 +68,7 @@ from fabricamp.nn.conversion import convert_syncbn_model, revert_syncbn_model
 from fabricamp.ops.peer_memory import check_peers
 from fabricamp.optimizers import muon
 from fabricamp.optimizers.closures import demands_closure
+from fabricamp.optimizers.refusals import refuse_momentum_in_gradients
 from fabricamp.precision.base import NOT_CONVERTED
 from fabricamp.rng import isolate_rng
 from fabricamp.state import RunningStage, TrainerFn
@@ -285,6 +286,7 @@ class Session(RunParts):
         for optimizer in self.optimizers:  # with their masters
             muon.check_shapes(optimizer)
             muon.check_momentum(optimizer)
+            refuse_momentum_in_gradients(optimizer, automatic=module.automatic_optimization)
         self.run_context.optimizers = [ManagedOptimizer(optimizer, module) for optimizer in self.optimizers]
         self.run_context.schedulers = [config.scheduler for config in self.schedulers]
 

@@ -5,7 +5,8 @@ The helpers at the end are shared by the optimizers' own checks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import logging
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
 
     from fabricamp._utils.types import OptimizerFace
     from fabricamp.optimizers.rows import DeviceParams
+
+
+_LOG = logging.getLogger("fabricamp")
+
+_WITH_MOMENTUM_IN_GRADIENTS: Final = frozenset({("pytorch_optimizer", "SCIONLight"), ("scion", "ScionLight")})
+"""Package and class of optimizers that are to be called without ``zero_grad``."""
 
 
 class UnsupportedError(ConfigError, RuntimeError):
@@ -54,6 +61,26 @@ def refuse_unreadable(optimizer: Optimizer, tensors: Sequence[Tensor | None], ro
                 f"{type(optimizer).__name__} got a sparse {role} ({name_of(optimizer, index)}); use sparse=False in the embedding, "
                 "or torch.optim.SparseAdam"
             )
+
+
+def refuse_momentum_in_gradients(optimizer: OptimizerFace, *, automatic: bool) -> None:
+    """Raises :class:`ConfigError` for an optimizer whose momentum is what it leaves in ``.grad``, which is cleared after a step.
+
+    Under manual optimization, where the user clears gradients, warns that no checkpoint has it.
+    """
+    package = type(optimizer).__module__.partition(".")[0]
+    name = type(optimizer).__name__
+    if (package, name) not in _WITH_MOMENTUM_IN_GRADIENTS:
+        return
+    if automatic:
+        raise ConfigError(
+            f"{name} keeps its momentum in .grad, which is cleared after each step: it would train without momentum; take "
+            f"{name.removesuffix('Light')}, whose momentum is state, or step it by hand and clear no gradients "
+            "(self.automatic_optimization = False)"
+        )
+    _LOG.warning(
+        "%s keeps its momentum in .grad, which no checkpoint holds: a resumed run begins without momentum", name
+    )
 
 
 def refuse_state(optimizer: Optimizer, parameter: Tensor, index: int, names: Iterable[str]) -> None:
