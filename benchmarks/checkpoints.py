@@ -12,9 +12,10 @@ It trains a stack of linear layers with Adam, whose weights and states have ``--
     host_memory              the most host memory since the first save beside that before it, over the bytes of the state
 
 The host waits for the device at the end of each step, in every way.  ``load`` is the time of reading a file into host memory, and
-``restart`` the time from the call of fit until the first step is done, with 1 and with ``--ranks`` ranks.  Before each of them
-the file is dropped from the system's cache (``--drop-caches``: all of the cache, which needs root).  A file is flushed to the disk
-by fabricamp before it has its name; the others leave that to the system, so ``write_gb_per_s`` may be that of its memory.
+``restart`` the time from the call of fit until the first step is done, with 1 rank, and with ``--ranks`` that torchrun has started.
+Before each of them the file is dropped from the system's cache (``--drop-caches``: all of the cache, which needs root).  A file is
+flushed to the disk by fabricamp before it has its name; the others leave that to the system, so ``write_gb_per_s`` may be that of
+its memory.
 Everything is done by public options alone.
 """
 
@@ -41,6 +42,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -126,7 +128,9 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def in_process(options: argparse.Namespace, measure: str, file: Path) -> dict[str, Any]:
     """Returns what another process measures."""
-    command = [sys.executable, __file__, "--measure", measure, "--file", str(file)]
+    ranks = int(measure.split(":")[2]) if measure.startswith("restart") else 1
+    started = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *started, __file__, "--measure", measure, "--file", str(file)]
     command += ["--gb", str(options.gb), "--batch", str(options.batch), "--steps", str(options.steps)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     results = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
@@ -354,7 +358,8 @@ def trained(way: str, options: argparse.Namespace, noted: Callable[[], None]) ->
 
     module = Net()
     rows = torch.randn(options.batch, module.net[0].in_features)
-    return module, [rows] * (options.steps + 1), Noting()
+    # A loader, since Lightning takes a list of tensors for several loaders.
+    return module, DataLoader([rows] * (options.steps + 1), batch_size=None), Noting()
 
 
 def trainer_of(way: str, callbacks: list[Any], **more: Any) -> Any:
