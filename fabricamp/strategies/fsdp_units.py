@@ -6,6 +6,7 @@ First the choice of units, by structure or by class, and its checks; then the ho
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -132,25 +133,20 @@ def _has_children(module: nn.Module) -> bool:
 
 def _check_shared(units: Sequence[Unit]) -> None:
     """Raises :class:`ConfigError` if a unit shares a parameter with another unit or with the rest."""
-    for unit in units[:-1]:
-        own = set(map(id, unit.parameters))
-        outside = next(
-            (
-                (name, other.name)
-                for other in units
-                if other is not unit
-                for module in own_modules(other, units)
-                for name, parameter in module.named_parameters(recurse=False)
-                if id(parameter) in own
-            ),
-            None,
+    owners = {id(parameter): number for number, unit in enumerate(units[:-1]) for parameter in unit.parameters}
+    found = [
+        (owner, parameter_name, other.name)
+        for number, other in enumerate(units)
+        for module in own_modules(other, units)
+        for parameter_name, parameter in module.named_parameters(recurse=False)
+        if (owner := owners.get(id(parameter), number)) != number
+    ]
+    if found:
+        owner, parameter_name, other_name = min(found, key=operator.itemgetter(0))
+        raise ConfigError(
+            f"FSDP: {units[owner].name} and {other_name or 'the rest'} share a parameter ({parameter_name}), which is gathered "
+            "with one unit alone; give units=[...] without the class that holds it, so that both are in the rest"
         )
-        if outside is not None:
-            parameter_name, other_name = outside
-            raise ConfigError(
-                f"FSDP: {unit.name} and {other_name or 'the rest'} share a parameter ({parameter_name}), which is gathered with "
-                "one unit alone; give units=[...] without the class that holds it, so that both are in the rest"
-            )
 
 
 def _check_sizes(module: nn.Module, units: Sequence[Unit]) -> None:

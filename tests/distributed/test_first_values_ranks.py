@@ -19,9 +19,9 @@ from tests.shared import once, shared_folder
 from tests.small import quiet_trainer
 from tests.strategies.first_values import STRUCTURES, WORDS, RootFillsAll, Stack, block_of, on_meta, tensors
 
-ALONE_ALONE = {"torch's layers", "root applies a function, then zeroes, half embedding"}
+NOT_SHARDED = {"torch's layers", "root applies a function, then zeroes, half embedding"}
 """fsdp refuses parameters without a dimension, and two dtypes in one unit."""
-SHARDED = [name for name in STRUCTURES if name not in ALONE_ALONE]
+SHARDED = [name for name in STRUCTURES if name not in NOT_SHARDED]
 TRAINED = [name for name in SHARDED if name.startswith(("root", "outermost", "flags"))]
 TOKENS = torch.randint(WORDS, (8, 6), generator=torch.Generator().manual_seed(1))
 
@@ -93,11 +93,12 @@ def on_two_ranks(folder):
     found["ddp"] = {name: begun(name, "ddp") for name in STRUCTURES}
     found["delayed"] = begun(SHARDED[0], "delayed_ddp")
     found["levels"] = {level: begun(SHARDED[0], "fsdp", precision=level) for level in ("O2", "O3", "O5")}
-    found["different"] = begun(None, "fsdp", build=lambda: Stack(block_of(init_weights=entropy)))
+    # Each rank has a copy, whose values it has filled itself.
+    found["different"] = begun(None, FSDP(replicate=2), build=lambda: Stack(block_of(init_weights=entropy)))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(os.environ["RANK"]))  # each rank with a seed of its own
         looks = Looks()
-        trainer = quiet_trainer(strategy="fsdp", devices="auto", max_steps=0, callbacks=[looks])
+        trainer = quiet_trainer(strategy=FSDP(replicate=2), devices="auto", max_steps=0, callbacks=[looks])
         trainer.fit(Fitted(SHARDED[0]), torch.utils.data.DataLoader(TOKENS, batch_size=2))
         found["own seeds"] = looks.values
     found["saved"] = {name: saved(name, folder / f"{number}.ckpt") for number, name in enumerate(TRAINED)}

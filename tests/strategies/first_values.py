@@ -362,25 +362,24 @@ def tensors(module):
     }
 
 
-def first_values(module, seed):
-    return FirstValues(
-        module, torch.device("cpu"), seed, [name for name, one in tensors(module).items() if one.is_meta]
-    )
+def first_values(module, seed, device="cpu"):
+    wanted = [name for name, one in tensors(module).items() if one.is_meta]
+    return FirstValues(module, torch.device(device), seed, wanted)
 
 
-def whole(build, seed=3):
+def whole(build, seed=3, device="cpu"):
     """Returns the module with all tensors filled at once, and the names of those without values."""
     module = on_meta(build)
-    values = first_values(module, seed)
+    values = first_values(module, seed, device)
     values.fill(list(module.modules()))
     return module, values.unfilled
 
 
-def by_units(build, seed=3, units="auto"):
+def by_units(build, seed=3, device="cpu"):
     """The same, filled unit by unit."""
     module = on_meta(build)
-    values = first_values(module, seed)
-    found = units_of(module, units)
+    values = first_values(module, seed, device)
+    found = units_of(module, "auto")
     for unit in found:
         values.fill(own_modules(unit, found))
     return module, values.unfilled

@@ -15,6 +15,7 @@ from fabricamp import ConfigError, TrainingModule
 from fabricamp.strategies.fsdp_units import own_modules, units_of
 from fabricamp.strategies.meta_init import digest_of, leave_meta
 from fabricamp.strategies.seeded_draws import SeededDraws
+from fabricamp.torch_private import storage_key
 from tests.small import quiet_trainer
 from tests.strategies.first_values import (
     LAYERS,
@@ -154,6 +155,20 @@ def test_numbers_belong_to_the_name_not_to_the_neighbours():
     large, _ = whole(lambda: nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}))
     assert torch.equal(small["b"].weight, large["b"].weight)
     assert not torch.equal(large["a"].weight, large["b"].weight)
+
+
+def test_a_tensor_that_is_replaced_keeps_its_place_in_memory_meanwhile():
+    """Else what a method allocates next could be taken for it, and be drawn by its name: or not, as memory happens to lie."""
+    replaced, later = [], []
+
+    def init_weights(self):
+        later.extend(storage_key(one) for one in [torch.empty(4) for _ in range(500)] if replaced)
+        replaced.append(storage_key(self.up.weight))
+        self.up.weight.data = torch.zeros(2 * WIDTH, WIDTH)
+
+    whole(lambda: Stack(block_of(init_weights=init_weights)))
+    assert len(later) == 500 * (LAYERS - 1)
+    assert not set(replaced) & set(later)
 
 
 class Once(Stack):
@@ -358,7 +373,7 @@ def test_a_digest_tells_bits_and_their_order():
 
 def test_a_draw_into_a_tensor_that_is_kept_changes_nothing():
     kept = torch.ones(3)
-    mode = SeededDraws(1, "owner", {}, {kept.untyped_storage()._cdata}, torch.device("cpu"))
+    mode = SeededDraws(1, "owner", {}, {storage_key(kept)}, torch.device("cpu"))
     with mode:
         assert kept.normal_() is kept
         kept[1:].zero_()

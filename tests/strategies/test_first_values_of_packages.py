@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F
 
-from tests.strategies.first_values import by_units, tensors, whole
+from fabricamp import Callback, TrainingModule, seed_everything
+from tests.distributed.ranks import run_ranks
+from tests.small import quiet_trainer
+from tests.strategies.first_values import by_units, on_meta, tensors, whole
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96}
 
@@ -83,3 +87,51 @@ def test_it_has_the_statistics_of_its_own_initialisation(name):
 
 def statistics(tensor):
     return float(tensor.float().std()), float(tensor.float().mean())
+
+
+class Fitted(TrainingModule):
+    """The network, on the meta device."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def configure_model(self):
+        if not hasattr(self, "net"):
+            self.net = on_meta(BUILT[self.name])
+
+    def training_step(self, batch, batch_idx):
+        scores = self.net(batch)
+        scores = getattr(scores, "logits", getattr(scores, "last_hidden_state", scores))
+        return F.cross_entropy(scores[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten() % scores.shape[-1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Begun(Callback):
+    def on_fit_start(self, trainer, pl_module):
+        self.values = {
+            name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+            for name, tensor in tensors(pl_module).items()
+        }
+
+
+def trained(name, strategy, **options):
+    """Returns the values that a fit of two steps begins with."""
+    seed_everything(3, verbose=False)
+    begun = Begun()
+    tokens = torch.randint(96, (8, 16), generator=torch.Generator().manual_seed(1))
+    trainer = quiet_trainer(strategy=strategy, max_steps=2, callbacks=[begun], **options)
+    trainer.fit(Fitted(name), torch.utils.data.DataLoader(tokens, batch_size=2))
+    return begun.values
+
+
+@pytest.mark.parametrize(
+    "name", ["transformers' Llama, tied", "torchtitan's Llama 3", "litgpt's GPT", "nanochat's GPT"]
+)
+def test_two_ranks_train_from_the_numbers_of_one_process(name):
+    expected = trained(name, "single")
+    for found in run_ranks(lambda: trained(name, "fsdp", devices="auto"), 2, backend=None):
+        assert found.keys() == expected.keys()
+        assert not [tensor for tensor, value in expected.items() if not torch.equal(value, found[tensor])]
