@@ -34,10 +34,10 @@ KNOWN = {
     r"there is no make": "the README's commands call it",
     r"there is no node": "the site's search is a script for browsers",
     # Installed packages.
-    r"needs the package (IPython|comet_ml|cupy|datasets|furo|hydra-core|ipykernel|lightning|litgpt|matplotlib|mlflow|myst_parser"
-    r"|nanochat|nbclient|nbformat|onnx|onnxscript|optuna|peft|pillow|pytorch_lightning|pytorch_optimizer|safetensors|schedulefree"
-    r"|sklearn|sphinx|torchao|torchdata|torchft|torchmetrics|torchtitan|transformers|uv|wandb"
-    r"|webdataset)": "an extra, or another library",
+    r"needs the package (bitsandbytes|comet_ml|cupy|datasets|furo|hydra-core|ipykernel|IPython|lightning|litgpt|matplotlib"
+    r"|mlflow|myst_parser|nanochat|nbclient|nbformat|onnx|onnxscript|optuna|peft|pillow|prodigyopt|pytorch_lightning"
+    r"|pytorch_optimizer|safetensors|schedulefree|sklearn|sphinx|torchao|torchdata|torchft|torchmetrics|torchtitan"
+    r"|transformers|uv|wandb|webdataset)": "an extra, or another library",
     r"needs the nvidia-cuda-(nvrtc|runtime) wheel": "kernels are compiled with it; on CI its lack is a failure",
     r"fabricamp is not installed here, only importable": "its console script is tested",
     r"LIGHTNING_PYTHON names no interpreter that has Lightning.*": "only who records anew has one",

@@ -17,7 +17,7 @@ from fabricamp.checkpoint.object_pickling import pickle_into
 from fabricamp.checkpoint.objects import ObjectRef, PickledObjects, refusal
 from fabricamp.checkpoint.plain import MAPPINGS, TENSORS, VALUES, check_content, name_of
 from fabricamp.errors import CheckpointError, CheckpointObjectsError
-from fabricamp.ops.shards import is_shard
+from fabricamp.ops.shards import is_shard, local
 from fabricamp.rng import isolate_rng
 from fabricamp.torch_private import is_traceable_wrapper_subclass
 
@@ -67,10 +67,19 @@ def objects_of(value: object, path: str) -> list[tuple[str, str, object]]:
     return packing.found
 
 
+def shards_of_others(value: object, path: str) -> list[tuple[str, str]]:
+    """Returns (key path, class of this rank's part) of sharded tensors in ``value`` whose parts are no plain tensors."""
+    packing = _Packing()
+    packing.convert(value, path)
+    return packing.shards_of_others
+
+
 class _Packing:
     def __init__(self, only: frozenset[type] | None = None) -> None:
         """``only``: the classes of the objects to pack; None packs all."""
         self.pickled = PickledObjects()
+        self.shards_of_others: list[tuple[str, str]] = []
+        """(key path, class of this rank's part) of sharded tensors that are made of others: a folder would have plain ones."""
         self._only = only
         self.found: list[tuple[str, str, object]] = []
         # By id, so a container that occurs twice in the state is one object after a load too.
@@ -79,7 +88,12 @@ class _Packing:
     def convert(self, value: object, path: str) -> Any:
         kind = type(value)
         # Strategies write shards separately.  An ObjectRef occurs if a packed state is packed again.
-        if kind in VALUES or kind in TENSORS or kind is ObjectRef or is_shard(value):
+        if kind in VALUES or kind in TENSORS or kind is ObjectRef:
+            return value
+        if is_shard(value):
+            part = local(value)
+            if type(part) not in TENSORS:
+                self.shards_of_others.append((path, name_of(part)))
             return value
         if id(value) not in self._converted:
             self._converted[id(value)] = value  # ends the recursion if the value contains itself

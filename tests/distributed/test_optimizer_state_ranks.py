@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fabricamp.callbacks import AsyncCheckpoint, ModelCheckpoint
+from fabricamp.errors import CheckpointError
 from tests.distributed.ranks import run_ranks
 from tests.small import quiet_trainer
-from tests.trainer.test_optimizer_states import Net, batches
+from tests.trainer.quantised import Codes
+from tests.trainer.test_optimizer_states import Net, WithState, batches
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -37,3 +40,23 @@ def ended(folder, callback):
 @pytest.mark.parametrize("callback", [ModelCheckpoint, AsyncCheckpoint])
 def test_a_run_of_two_ranks_goes_on_bit_for_bit(callback, tmp_path):
     assert run_ranks(ended, 2, tmp_path, callback) == [True, True]
+
+
+def shards_of_codes(parameters):
+    def made(one):
+        return DTensor.from_local(Codes.of(one.to_local()), one.device_mesh, one.placements, run_check=False)
+
+    return WithState(parameters, lambda one: made(one.detach()))
+
+
+def refused(folder):
+    module = Net(shards_of_codes)
+    checkpoint = ModelCheckpoint(dirpath=folder)
+    trainer = quiet_trainer(max_epochs=1, devices=2, strategy="fsdp", enable_checkpointing=True, callbacks=[checkpoint])
+    with pytest.raises(CheckpointError, match=r"shards of class .*Codes.*'kept'.*strategy=\"ddp\""):
+        trainer.fit(module, batches())
+    return module.steps
+
+
+def test_shards_of_such_a_class_are_told_after_the_first_step(tmp_path):
+    assert run_ranks(refused, 2, tmp_path) == [1, 1]

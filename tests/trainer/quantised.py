@@ -34,6 +34,8 @@ class Codes(Tensor):
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten._to_copy.default):
             return cls(args[0].codes.clone(), args[0].scale.clone())
+        if function is torch.ops.aten.view.default:
+            return cls(args[0].codes.view(args[1]), args[0].scale)
         values = tree_map(lambda one: one.values() if isinstance(one, cls) else one, (args, kwargs or {}))
         return function(*values[0], **values[1])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -30,6 +31,24 @@ class Signs(torch.optim.Optimizer):
                 parameter.add_(mean.sign(), alpha=-group["lr"])
 
 
+def from_package(package, name, **options):
+    """Returns what makes an optimizer of a package; skips the test where the package is missing."""
+    module = package.partition(".")[0]
+
+    def make(parameters):
+        pytest.importorskip(module, reason=f"needs the package {module}")
+        return getattr(importlib.import_module(package), name)(parameters, **options)
+
+    return make
+
+
+PACKAGED = {
+    "torchao": from_package("torchao.optim", "AdamW8bit", lr=0.01, block_size=64),
+    "bitsandbytes": from_package("bitsandbytes.optim", "AdamW8bit", lr=0.01, min_8bit_size=16),
+    "prodigyopt": from_package("prodigyopt", "Prodigy"),
+}
+"""Their steps and states are as those of the classes above, and of tests/trainer/test_optimizer_states.py."""
+
 OPTIMIZERS = {"Signs": Signs, "Muon": lambda parameters: torch.optim.Muon(parameters, lr=0.02)}
 
 
@@ -50,7 +69,7 @@ class Net(TrainingModule):
         self.updated |= {one.dtype for group in self.trainer.optimizers[0].param_groups for one in group["params"]}
 
     def configure_optimizers(self):
-        return OPTIMIZERS[self.optimizer](self.parameters())
+        return {**OPTIMIZERS, **PACKAGED}[self.optimizer](self.parameters())
 
 
 class Spoils(Callback):
@@ -99,7 +118,8 @@ def test_it_trains_what_a_loop_by_hand_trains(level, optimizer):
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *PACKAGED])
+@torch.compiler.set_stance("force_eager")  # torchao's step compiles itself, for longer than it trains here
 def test_a_run_goes_on_bit_for_bit(level, optimizer, tmp_path):
     ends = []
     for cut in (False, True):

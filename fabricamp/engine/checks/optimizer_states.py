@@ -8,7 +8,7 @@ import torch
 
 from fabricamp.agenda import Entry, Position
 from fabricamp.checkpoint.objects import READING
-from fabricamp.checkpoint.packing import allowed_classes, loads_unasked, objects_of, pack_objects
+from fabricamp.checkpoint.packing import allowed_classes, loads_unasked, objects_of, pack_objects, shards_of_others
 from fabricamp.checkpoint.plain import name_of, without_numpy
 from fabricamp.errors import CheckpointError
 
@@ -35,8 +35,15 @@ def check_states(optimizers: Sequence[OptimizerFace]) -> None:
         if not keeps_others(optimizer):
             continue
         name = type(optimizer).__name__
+        state = without_numpy(optimizer.state_dict()).values
+        for path, kind in shards_of_others(state, f"{name}.state_dict()"):
+            raise CheckpointError(
+                f"{name} keeps shards of class {kind} ({path}), which a folder of shards does not hold as they are, so no run "
+                'could resume; take strategy="ddp", torch.optim.AdamW, or save no optimizers '
+                "(ModelCheckpoint(save_weights_only=True))"
+            )
         seen: set[type] = set()
-        for path, kind, value in objects_of(without_numpy(optimizer.state_dict()).values, f"{name}.state_dict()"):
+        for path, kind, value in objects_of(state, f"{name}.state_dict()"):
             if type(value) in seen:
                 continue
             seen.add(type(value))
