@@ -833,6 +833,57 @@ BITS = {
 """For each part of benchmarks/bits.py: a text, the head of its table, and the cells of a row."""
 
 
+def start(result):
+    """From the start of a process to the end of a fit of ten steps."""
+
+    def times(found):
+        low, high = found["quartiles"]
+        return f"{found['min']:.1f}", f"{found['median']:.1f} ({low:.1f} to {high:.1f})"
+
+    rows = [
+        [
+            row["way"],
+            *times(row["processor_s"]),
+            *times(row["wall_s"]),
+            f"{row['modules']:,}",
+            "yes" if row["compiler"] else "no",
+        ]
+        for row in result["rows"]
+    ]
+    over = ""
+    if "over_lightning" in result:
+        ratio = result["over_lightning"]
+        over = f" Processor seconds over those of Lightning {result['lightning']}, round by round:"
+        over += f" {rounds.described(ratio)} at a goal of {ratio['goal']}."
+    about = (
+        "Whole processes in turn: seconds of processors and of the wall, minimum and median with quartiles, and modules at the\n"
+        f"end; the machine had a load of {result['load'][0]}, so that the wall says less.{over}"
+    )
+    head = ["start to the end of ten steps", "processor s", "median", "wall s", "median", "modules", "compiler"]
+    heading = f"## From the start of a process to the end of ten steps, {result['device']}"
+    return f"{heading}\n\n{about}\n\n{table(head, rows)}"
+
+
+def compiled_start(result):
+    """Starts of a compiled network: cold, warm, and from a kept folder."""
+
+    def times(row, name):
+        found = row.get(name)
+        return "" if found is None else f"{found['min']:.1f} ({found['median']:.1f})"
+
+    names = ("first_step_s", "start_s", "processor_s", "compilation_s")
+    rows = [
+        [row["tree"], str(row["ranks"]), row["way"], *(times(row, name) for name in names)] for row in result["rows"]
+    ]
+    about = (
+        f"{result['network']}; seconds, minimum and median. Cold: with empty caches of torch; warm: with what that left; kept:\n"
+        'with empty caches and a folder of `Compile(cache=...)`. "Compilation" is processor time of all processes, less that of\n'
+        f"the eager run, in which the compiler is not imported. The machine had a load of {result['load'][0]}."
+    )
+    head = ["tree", "ranks", "start", "first step", "start to there", "processors", "compilation"]
+    return f"## Starts of a compiled network, {result['device']}\n\n{about}\n\n{table(head, rows)}"
+
+
 def cell(value, form="{:.2f}", factor=1.0):
     """Returns a number as text, or empty text for None: a CPU has no GPU time."""
     return "" if value is None else form.format(value * factor)
@@ -853,6 +904,8 @@ RENDERERS = {
     "fp8_linears": fp8_linears,
     "fp8_losses": fp8_losses,
     "graph_memory": graph_memory,
+    "start": start,
+    "compiled_start": compiled_start,
     "cross_entropy": cross_entropy,
     "end_to_end": end_to_end,
     "loop": loop,
@@ -905,7 +958,8 @@ def main():
         if name.startswith("fastest-") and any(row.get("losses") for row in result["rows"]):
             parts.append(by_fabricamp(against_goals(result)))
     docs = HERE.parent / "docs"
-    write(docs / "performance.md", [*parts, (HERE / "results" / "notes.md").read_text()])
+    pages = [HERE / "results" / name for name in ("waits.md", "notes.md")]
+    write(docs / "performance.md", [*parts, *(page.read_text() for page in pages if page.exists())])
     write(docs / "measurements.md", [MEASUREMENTS, *sections(results)])
     earlier = HERE / "results" / "earlier"
     if earlier.exists():

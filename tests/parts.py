@@ -82,6 +82,7 @@ PARTS = {
     ),
     "compiled": Part(  # by torch.compile and torch.export, which take seconds for each program
         (
+            "tests/parity/test_compiled_code.py",
             "tests/parity/test_compiled_modules.py",
             "tests/parity/test_compiled_resume.py",
             "tests/parity/test_compiled_steps.py",
@@ -96,6 +97,8 @@ PARTS = {
             "fabricamp/engine/compilation_watch.py",
             "fabricamp/engine/compiled.py",
             "fabricamp/engine/compiled_calls.py",
+            "fabricamp/engine/compiled_code.py",
+            "fabricamp/engine/compiled_turns.py",
             "fabricamp/engine/evaluation.py",
             "fabricamp/exporting.py",
             "fabricamp/engine/update.py",

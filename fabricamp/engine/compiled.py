@@ -151,10 +151,17 @@ class Compilation:
             return self._compiler(function)
         assert self._options is not None
         options = self._options.for_torch()
-        if self._session.strategy.world_size > 1 and options.get("backend", "inductor") == "inductor":
+        if self._takes_turns():
             own = [options.pop(name, None) for name in ("mode", "options")]
             options["backend"] = InTurns(*own, options["dynamic"])
         return torch.compile(function, **options)
+
+    def _takes_turns(self) -> bool:
+        """Whether ranks compile a graph in turns: not where torch times kernels, which waits for the GPU and so other ranks."""
+        options = self._options
+        assert options is not None
+        inductor = options.options.get("backend", "inductor") == "inductor"
+        return self._session.strategy.world_size > 1 and inductor and not options.inexact()
 
     def _check_graph(self) -> None:
         """Raises :class:`ConfigError` if the user has compiled a part of the module with torch's own CUDA graphs."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch._dynamo  # torch's wrapper imports it: here once, before the ranks are forked, instead of in each rank
 
-from benchmarks import cross_entropy, fsdp, norms, render, rounds, summary, syncbn, two_trees
+from benchmarks import compiled_start, cross_entropy, fsdp, norms, render, rounds, start, summary, syncbn, two_trees
 from tests.distributed.ranks import run_ranks
 
 ABOUT = {
@@ -272,6 +272,28 @@ def test_a_fit_waits_between_windows():
     assert ready == {}
     assert [list(one) for one in windows] == [["wall us", "CPU us"]] * 2
     assert questions.readline() == "row of another\n"
+
+
+def test_starts_of_processes():
+    way = (sys.executable, None, "import json")
+    found = start.row("a way", [start.measured(*way), start.measured(*way)])
+    assert found["modules"] > 20
+    assert not found["compiler"]
+    seconds = {"min": 1.25, "median": 2.0, "quartiles": [1.5, 3.0]}
+    row = {"way": "a way", "wall_s": seconds, "processor_s": seconds, "modules": 1200, "compiler": True}
+    ratio = rounds.ratio([1.0], [2.0], 0.6)
+    page = render.start(ABOUT | {"load": [3.0], "lightning": "2.6.6", "over_lightning": ratio, "rows": [row]})
+    assert "| a way | 1.2 | 2.0 (1.5 to 3.0) | 1.2 | 2.0 (1.5 to 3.0) | 1,200 | yes |" in page
+    assert "Lightning 2.6.6, round by round: 0.500 (0.500 to 0.500), met at a goal of 0.6." in page
+
+
+def test_starts_of_a_compiled_network():
+    eager = {"first_step_s": 0.5, "start_s": 4.0, "processor_s": 6.0}
+    cold = {"first_step_s": 9.0, "start_s": 14.0, "processor_s": 46.0}
+    rows = compiled_start.rows_of({("fabricamp", 2, "eager"): [eager, eager], ("fabricamp", 2, "cold"): [cold]})
+    page = render.compiled_start(ABOUT | {"network": "GPT", "load": [3.0], "rows": rows})
+    assert "| fabricamp | 2 | eager | 0.5 (0.5) | 4.0 (4.0) | 6.0 (6.0) |  |" in page
+    assert "| fabricamp | 2 | cold | 9.0 (9.0) | 14.0 (14.0) | 46.0 (46.0) | 40.0 (40.0) |" in page
 
 
 def test_the_page_has_what_there_is(tmp_path, monkeypatch):

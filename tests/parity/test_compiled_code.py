@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,7 @@ class Lines(logging.Handler):
             self.found.append(record.getMessage())
 
 
-def trained(torchs, kept, width=8, kind=Products, threads=1, part="modules", **options):
+def trained(torchs, kept, width=8, kind=Products, threads=1, part="modules", accelerator="cpu", **options):
     """Fits in this process, whose torch keeps its code in ``torchs``; returns weights, lookups that hit and missed, and lines."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(torchs)
     torch.compiler.reset()
@@ -95,7 +96,7 @@ def trained(torchs, kept, width=8, kind=Products, threads=1, part="modules", **o
     data = TensorDataset(torch.randn(16, width, generator=torch.Generator().manual_seed(1)))
     trainer = Trainer(
         max_steps=3,
-        accelerator="cpu",
+        accelerator=accelerator,
         devices=int(os.environ["WORLD_SIZE"]),
         logger=False,
         enable_progress_bar=False,
@@ -106,7 +107,7 @@ def trained(torchs, kept, width=8, kind=Products, threads=1, part="modules", **o
         **options,
     )
     trainer.fit(module, DataLoader(data, 4))
-    weights = [parameter.detach().clone() for parameter in module.parameters()]
+    weights = [one.detach() if one.is_meta else one.detach().cpu() for one in module.parameters()]
     return weights, tuple(cache_lookups() - before), lines.found
 
 
@@ -120,7 +121,7 @@ def without_kept(lines, code):
 
 def in_a_process(*args, **options):
     """Returns what :func:`trained` returns in a process that has compiled nothing."""
-    return run_ranks(lambda: trained(*args, **options), 1, backend=None)[0]
+    return run_ranks(partial(trained, *args, **options), 1, backend=None)[0]
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +168,8 @@ def test_code_that_torch_had_is_kept_too(first, tmp_path):
 
 def test_ranks_find_it_in_the_file_that_the_first_of_them_wrote(tmp_path):
     for torchs in ("torchs", "other"):
-        ranks = run_ranks(
-            lambda: trained(tmp_path / torchs, tmp_path / "code", strategy="delayed_ddp"), 2, backend=None
-        )
+        one = partial(trained, tmp_path / torchs, tmp_path / "code", strategy="delayed_ddp")
+        ranks = run_ranks(one, 2, backend=None)
     assert [found[1:] for found in ranks] == [((2, 0), [])] * 2
     assert [file.name for file in (tmp_path / "code").iterdir()] == [NAME]
 
@@ -276,7 +276,7 @@ def test_a_folder_that_cannot_be_written_ends_no_fit(first, tmp_path):
     ids=["ddp", "delayed_ddp", "fsdp"],
 )
 def test_ranks_share_what_one_of_them_has_compiled(tmp_path, options, graphs):
-    ranks = run_ranks(lambda: trained(tmp_path / "torchs", False, **options), 2, backend=None)
+    ranks = run_ranks(partial(trained, tmp_path / "torchs", False, **options), 2, backend=None)
     assert [sum(counts) for counts in zip(*(lookups for _, lookups, _ in ranks), strict=True)] == [graphs, graphs]
     assert ranks[1][0][0].is_meta or same(ranks[0][0], ranks[1][0])  # fsdp leaves the whole weights on rank 0
 
@@ -293,7 +293,7 @@ def test_a_rank_that_holds_its_lock_forever_costs_a_compilation(tmp_path, monkey
 
     (tmp_path / "torchs" / "turns").mkdir(parents=True)
     with FileLock(tmp_path / "torchs" / "turns" / "held.lock"):
-        ranks = run_ranks(lambda: alone(tmp_path / "torchs"), 2, backend=None)
+        ranks = run_ranks(partial(alone, tmp_path / "torchs"), 2, backend=None)
     assert sum(missed for _, (_, missed), _ in ranks) >= 2
     assert same(ranks[0][0], ranks[1][0])
 
@@ -308,6 +308,11 @@ def damage(torchs, damaged):
     return len(files)
 
 
+def of_its_own(folder, **options):
+    """A rank whose torch has a cache of its own."""
+    return trained(folder / os.environ["RANK"] / "torchs", False, strategy="ddp", **options)
+
+
 @pytest.mark.parametrize(
     "damaged",
     [lambda content: content[: len(content) // 2], lambda content: b"", lambda content: os.urandom(len(content))],
@@ -315,10 +320,7 @@ def damage(torchs, damaged):
 )
 def test_broken_entries_of_one_rank_cost_a_compilation(tmp_path, damaged):
     """Neither a hang nor other weights: each rank has a cache of its own, and that of the second is damaged."""
-
-    def own():
-        return trained(tmp_path / os.environ["RANK"] / "torchs", False, strategy="ddp")
-
+    own = partial(of_its_own, tmp_path)
     before = run_ranks(own, 2, backend=None)
     assert [lookups for _, lookups, _ in before] == [(0, 2), (0, 2)]
     assert damage(tmp_path / "1" / "torchs", damaged) > 0
@@ -348,3 +350,30 @@ def test_code_of_another_backend_cannot_be_kept():
     with pytest.raises(ConfigError, match=r"backend='aot_eager'\): torch keeps code of 'inductor' alone"):
         Compile(cache="folder", backend="aot_eager")
     assert Compile(cache=False, backend="aot_eager").cache is False
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("options", [{}, {"cuda_graph": True}], ids=["eager", "graph"])
+def test_code_for_a_gpu_has_its_number(tmp_path, options):
+    found = [
+        in_a_process(tmp_path / torchs, tmp_path / "code", accelerator="gpu", **options) for torchs in ("one", "other")
+    ]
+    assert [file.name for file in (tmp_path / "code").iterdir()] == ["Products-cuda-0.code"]
+    assert found[0][1][1] > 0
+    assert found[1][1][1] == 0
+    assert same(found[0][0], found[1][0])
+
+
+@pytest.mark.gpu2
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_each_gpu_has_a_file(tmp_path):
+    for torchs in ("one", "other"):
+        one = partial(trained, tmp_path / torchs, tmp_path / "code", accelerator="gpu", strategy="ddp")
+        ranks = run_ranks(one, 2, backend=None)
+    assert sorted(file.name for file in (tmp_path / "code").iterdir()) == [
+        "Products-cuda-0.code",
+        "Products-cuda-1.code",
+    ]
+    assert [missed for _, (_, missed), _ in ranks] == [0, 0]
+    assert same(ranks[0][0], ranks[1][0])
