@@ -80,7 +80,8 @@ def digest_of(tensor: Tensor) -> Tensor:
     in_words = not any(number * flat.itemsize % 4 for number in (flat.numel(), flat.storage_offset()))
     bits = flat.view(torch.int32 if in_words else torch.uint8)
     digest = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    weights = torch.arange(1, 2 * max(min(_PIECE, bits.numel()), 1), 2, device=tensor.device)
+    longest = max(min(_PIECE, bits.numel()), 1)
+    weights = torch.arange(1, 2 * longest, 2, dtype=torch.int64, device=tensor.device)
     for number, piece in enumerate(bits.split(_PIECE)):
         digest += (piece * weights[: piece.numel()]).sum() * (2 * number + 1)
     return digest
