@@ -7,12 +7,14 @@ choice of the update, the validation within fit, or :meth:`~Session.evaluate`; :
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import fields
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from fabricamp._utils.without_compiler import let_optimizers_work
 from fabricamp.callbacks.checkpoint import Checkpoint
@@ -76,7 +78,7 @@ from fabricamp.strategies.meta_init import fill_module
 from fabricamp.watchdog import Watchdog, leave_at_exit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
@@ -618,8 +620,22 @@ class Session(RunParts):
 
         ``trainable_only`` leaves out frozen parameters.  Every rank has to call it; an error is raised on all of them.
         """
-        with self.time_spent.part("saves"):
+        check_saving(self.state, self.strategy, closed=self.closed)
+        with self.time_spent.part("saves"), self._group_of_ranks():
             self._save_checkpoint(filepath, weights_only=weights_only, trainable_only=trainable_only, write=write)
+
+    @contextlib.contextmanager
+    def _group_of_ranks(self) -> Iterator[None]:
+        """A context in which ranks can exchange values: their process group ends with a run, and is made again after it."""
+        strategy = self.strategy
+        if strategy.world_size == 1 or dist.is_initialized():
+            yield
+            return
+        strategy.setup_environment(strategy.environment, strategy.device)
+        try:
+            yield
+        finally:
+            strategy.teardown()
 
     def _save_checkpoint(
         self,
@@ -629,7 +645,6 @@ class Session(RunParts):
         trainable_only: bool,
         write: Callable[[str, StateDict], None] | None,
     ) -> None:
-        check_saving(self.state, self.strategy, closed=self.closed)
         check_peers()  # raises if anything was computed without one of the ranks
         checkpoint = self.record.save(*(WEIGHTS_ONLY if weights_only else ()))
         call_all(self.hooks.callbacks("on_save_checkpoint"), checkpoint)

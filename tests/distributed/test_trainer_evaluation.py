@@ -221,3 +221,20 @@ def test_a_validation_judges_the_buffers_that_a_checkpoint_has(strategy, options
 def test_buffers_stay_a_ranks_own_where_they_are_not_broadcast():
     first, second = run_ranks(means_of_validations, 2, DDP(broadcast_buffers=False), {}, backend=None)
     assert not torch.equal(first[-1], second[-1])
+
+
+def save_after_the_run(folder, strategy):
+    """Saves twice after a fit, whose process group is gone, and goes on from the file."""
+    trainer = quiet_trainer(strategy=strategy, devices="auto", max_epochs=1)
+    trainer.fit(Measured(), loader())
+    for name in ("weights.ckpt", "last.ckpt"):
+        trainer.save_checkpoint(folder / name, weights_only=name == "weights.ckpt")
+        assert not dist.is_initialized()
+    resumed = quiet_trainer(strategy=strategy, devices="auto", max_epochs=2)
+    resumed.fit(Measured(), loader(), ckpt_path=folder / "last.ckpt")
+    return resumed.global_step / trainer.global_step
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "delayed_ddp"])
+def test_a_checkpoint_is_saved_after_the_run(strategy, tmp_path):
+    assert run_ranks(save_after_the_run, 2, tmp_path, strategy, backend=None) == [2, 2]
