@@ -717,6 +717,8 @@ def test_no_tensor_takes_it_as_an_index():
 
 
 class Owner(nn.Module):
+    temperature = 1.0
+
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(2, 2)
@@ -761,6 +763,8 @@ CHANGES = {
     "a mode": (lambda one: one.eval(), "training"),
     "a hyper-parameter": (lambda one: one.hparams.update(lr=0.2), "lr"),
     "one that is gone": (lambda one: delattr(one, "text"), "text"),
+    "one that hides its class's": (lambda one: setattr(one, "temperature", 0.5), "temperature"),
+    "one of a class": (lambda one: setattr(type(one), "temperature", 0.5), "temperature"),
     "one of a tuple": (lambda one: setattr(one, "pair", (1, (2, 4))), "pair"),
     "a loose tensor": (lambda one: setattr(one, "tensor", torch.zeros(2)), "tensor"),
     "frozen": (lambda one: one.layer.weight.requires_grad_(False), ""),
@@ -773,7 +777,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_a_graph_has_as_constants(name):
-    owner = Owner()
+    owner = type("Own", (Owner,), {})()  # a class of its own, which a change may change
     owner.hparams = {"lr": 0.1}
     constants = CapturedConstantsGuard(owner, owner.hparams)
     owner.count.add_(1)

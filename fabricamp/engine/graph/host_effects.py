@@ -19,7 +19,7 @@ import pickle
 import random
 import warnings
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -251,6 +251,12 @@ class CapturedConstantsGuard:
                 self._names.append(names)
         self._getters = [itemgetter(*names) for names in self._names]
         self._values = list(map(operator.call, self._getters, self._tables))
+        # Plain attributes of the modules' classes: an attribute that is set on a module later hides its class's.
+        of_classes = [(part, names) for part in modules if (names := _plain_of_class(part))]
+        self._parts = [part for part, _ in of_classes]
+        self._class_names = [names for _, names in of_classes]
+        self._class_getters = [attrgetter(*names) for names in self._class_names]
+        self._class_values = list(map(operator.call, self._class_getters, self._parts))
         # Submodules, parameters and buffers, and hooks.
         children = [table for one in modules for table in (one._modules, one._parameters, one._buffers) if table]
         self._parents: list[Mapping[Any, Any]] = [*children, *hooks]
@@ -277,7 +283,8 @@ class CapturedConstantsGuard:
                 return False
         try:
             plain = list(map(operator.call, self._getters, self._tables)) == self._values
-        except KeyError:  # an attribute was deleted
+            plain = plain and list(map(operator.call, self._class_getters, self._parts)) == self._class_values
+        except (KeyError, AttributeError):  # an attribute was deleted
             return False
         return plain and self._places.is_unchanged() and list(map(_requires_grad, self._tensors)) == self._trained
 
@@ -288,7 +295,22 @@ class CapturedConstantsGuard:
             for name, value in zip(names, before, strict=True):
                 if name not in table or not _same(value, table[name], 0):
                     return name
+        for part, names, values in zip(self._parts, self._class_names, self._class_values, strict=True):
+            before = values if len(names) > 1 else (values,)
+            for name, value in zip(names, before, strict=True):
+                if not _same(value, getattr(part, name, _GONE), 0):
+                    return name
         return next((name for table, name, value in self._loose if table.get(name) is not value), "")
+
+
+def _plain_of_class(module: nn.Module) -> list[str]:
+    """Returns the names of plain attributes that ``module`` has from classes of the program, and not by itself."""
+    found: dict[str, Any] = {}
+    for kind in reversed(type(module).__mro__):
+        if kind.__module__.partition(".")[0] not in _CLASSES_OF_LIBRARIES:
+            found.update(vars(kind))
+    own = vars(module)
+    return [name for name, value in found.items() if is_plain(value) and not name.startswith("__") and name not in own]
 
 
 def is_plain(value: Any) -> bool:
@@ -297,6 +319,8 @@ def is_plain(value: Any) -> bool:
 
 
 _children: Final = operator.methodcaller("values")
+_CLASSES_OF_LIBRARIES: Final = frozenset({"builtins", "torch", "torchmetrics", "fabricamp"})
+_GONE: Final = object()
 _requires_grad: Final = operator.attrgetter("requires_grad")
 
 
