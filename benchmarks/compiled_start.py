@@ -196,7 +196,9 @@ def about(arguments):
     import torch
 
     cuda = arguments.device == "gpu"
-    words = [word for word in sys.argv[1:] if not word.startswith(("--out", "/"))]
+    before = " --before TREE" if arguments.before else ""
+    shape = f"--layers {arguments.layers} --width {arguments.width} --length {arguments.length}"
+    shape += f" --device {arguments.device} --part {arguments.part}"
     return {
         "device": torch.cuda.get_device_name() if cuda else f"{os.cpu_count()} CPU cores",
         "network": f"GPT, {arguments.layers} layers, width {arguments.width}, {arguments.part}",
@@ -204,7 +206,7 @@ def about(arguments):
         "python": platform.python_version(),
         "date": str(datetime.now(UTC).date()),
         "load": [round(value, 1) for value in os.getloadavg()],
-        "command": " ".join(["python benchmarks/compiled_start.py", *words]),
+        "command": f"python benchmarks/compiled_start.py{before} {shape} --rounds {arguments.rounds}",
     }
 
 

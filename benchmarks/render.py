@@ -854,7 +854,7 @@ def start(result):
     if "over_lightning" in result:
         ratio = result["over_lightning"]
         over = f" Processor seconds over those of Lightning {result['lightning']}, round by round:"
-        over += f" {rounds.described(ratio)} at a goal of {ratio['goal']}."
+        over += f" {rounds.described(ratio)} at a target of {ratio['goal']}."
     about = (
         "Whole processes in turn: seconds of processors and of the wall, minimum and median with quartiles, and modules at the\n"
         f"end; the machine had a load of {result['load'][0]}, so that the wall says less.{over}"
@@ -959,7 +959,7 @@ def main():
             parts.append(by_fabricamp(against_goals(result)))
     docs = HERE.parent / "docs"
     pages = [HERE / "results" / name for name in ("waits.md", "notes.md")]
-    write(docs / "performance.md", [*parts, *(page.read_text() for page in pages if page.exists())])
+    write(docs / "performance.md", [*parts, *(page.read_text().rstrip() for page in pages if page.exists())])
     write(docs / "measurements.md", [MEASUREMENTS, *sections(results)])
     earlier = HERE / "results" / "earlier"
     if earlier.exists():

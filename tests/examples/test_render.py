@@ -284,7 +284,7 @@ def test_starts_of_processes():
     ratio = rounds.ratio([1.0], [2.0], 0.6)
     page = render.start(ABOUT | {"load": [3.0], "lightning": "2.6.6", "over_lightning": ratio, "rows": [row]})
     assert "| a way | 1.2 | 2.0 (1.5 to 3.0) | 1.2 | 2.0 (1.5 to 3.0) | 1,200 | yes |" in page
-    assert "Lightning 2.6.6, round by round: 0.500 (0.500 to 0.500), met at a goal of 0.6." in page
+    assert "Lightning 2.6.6, round by round: 0.500 (0.500 to 0.500), met at a target of 0.6." in page
 
 
 def test_starts_of_a_compiled_network():
