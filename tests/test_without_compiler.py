@@ -89,7 +89,9 @@ for strategy in ("ddp", "delayed_ddp"):
         for name in OPTIMIZERS:
             trainer = Trainer(max_steps=2, accelerator="cpu", devices=2, strategy=strategy, precision=level, **BARE)
             trainer.fit(Net(name), DataLoader(data, 4))
-            print(json.dumps([strategy, level, name, trainer.global_rank, trainer.global_step, loaded()]), flush=True)
+            found = [strategy, level, name, trainer.global_rank, trainer.global_step, loaded()]
+            sys.stdout.write(json.dumps(found) + "\\n")  # print() may write the end of the line apart, after the other rank's line
+            sys.stdout.flush()
 """
 
 HEAVY = {

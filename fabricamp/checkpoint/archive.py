@@ -72,11 +72,11 @@ class Archive:
         return _bytes_of(self._member(name)).numpy().tobytes()
 
     def get_storage_from_record(self, name: str, size: int, _: type) -> Tensor:
-        """Returns the first ``size`` bytes of a member, without a copy."""
+        """Returns the bytes of a member, ``size`` of them, without a copy."""
         member = self._member(name)
-        if member.nbytes() < size:
-            raise zipfile.BadZipFile(f"{name} is shorter than its tensors")
-        return _bytes_of(member if member.nbytes() == size else member[:size])
+        if member.nbytes() != size:
+            raise zipfile.BadZipFile(f"{name} has another length than its tensors")
+        return _bytes_of(member)
 
     def serialization_id(self) -> str:
         """Returns the number that torch gives to a file when it is saved."""

@@ -168,7 +168,7 @@ def unpack_optimizers(state: StateDict, path: str) -> None:
     if not any(place.startswith(_OF_OPTIMIZERS) for place in references):
         return
     packages = {reference.name.partition(".")[0] for reference in references.values()}
-    missing = sorted(package for package in packages if not _is_installed(package))
+    missing = sorted(package for package in packages if not _can_be_imported(package))
     if missing:
         raise CheckpointObjectsError(
             f"{path} holds states of an optimizer ({', '.join(described_objects(state)):.300}) of the package "
@@ -178,7 +178,7 @@ def unpack_optimizers(state: StateDict, path: str) -> None:
     _put_back(state, path, weights_only=True)
 
 
-def _is_installed(package: str) -> bool:
+def _can_be_imported(package: str) -> bool:
     # A module's spec is looked for without importing it, unless its name, which is the file's, has dots.
     return package in sys.modules or (package.isidentifier() and importlib.util.find_spec(package) is not None)
 

@@ -46,6 +46,8 @@ def content(path, file):
     hyper_parameters = state.get("hyper_parameters", {})
     if "head" in hyper_parameters:
         hyper_parameters["head"] = hyper_parameters["head"].state_dict()
+    for position in state["data"]["position"]:
+        position.pop("before_accumulation", None)  # for a run that cannot go on with the gradients
     if file.parent.name == "format_3":
         return state
     for name in ("optimizer_identities", "lr_scheduler_identities"):

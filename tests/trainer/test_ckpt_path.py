@@ -12,6 +12,7 @@ import torch
 
 from fabricamp import CheckpointError, ConfigError
 from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.checkpoint import reading, storage
 from fabricamp.loggers import CSVLogger
 from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer
@@ -190,19 +191,25 @@ def test_ranks_agree_and_pass_over_the_same(tmp_path):
     assert run_ranks(run, 2, 6, "auto", backend=None) == [expected] * 2
 
 
+def cannot_read(word):
+    """Makes this rank, in a process of its own, see files that no other rank sees, and fail to open those with ``word``."""
+    opened = reading._opened
+
+    def refuse(path):
+        if word in str(path):
+            raise CheckpointError(f"cannot read checkpoint {path}: Stale file handle")
+        return opened(path)
+
+    reading._opened = refuse
+    storage.identity = lambda path: "its own"
+
+
 def test_where_one_rank_cannot_read_it_every_rank_says_so(tmp_path):
     fit(2, tmp_path)
 
     def run():
-        import importlib
-
-        form = importlib.import_module("fabricamp.checkpoint.form")
-
-        def refuse(path, **_):
-            raise CheckpointError(f"cannot read checkpoint {path}: Stale file handle")
-
         if os.environ["RANK"] == "1":
-            form.read_checkpoint = refuse
+            cannot_read("step=2")
         with pytest.raises(CheckpointError, match="Stale file handle"):
             fit(4, tmp_path, strategy="ddp", devices="auto")
         return True
@@ -258,18 +265,8 @@ def test_where_one_rank_cannot_read_the_newest_every_rank_takes_the_one_before(t
     fit(4, tmp_path)
 
     def run():
-        import importlib
-
-        form = importlib.import_module("fabricamp.checkpoint.form")
-        read = form.read_checkpoint
-
-        def refuse(path, **options):
-            if "step=4" in str(path):
-                raise CheckpointError(f"cannot read checkpoint {path}: Stale file handle")
-            return read(path, **options)
-
         if os.environ["RANK"] == "1":
-            form.read_checkpoint = refuse
+            cannot_read("step=4")
         _, trainer = fit(4, tmp_path, strategy="ddp", devices="auto")
         return trainer.ckpt_path
 
