@@ -51,7 +51,6 @@ __all__ = [
     "AnyLoss",
     "Compilation",
     "HashStore",
-    "InductorBackend",
     "Lookups",
     "PrefixStore",
     "Store",
@@ -67,7 +66,6 @@ __all__ = [
     "checkpoint_activations",
     "compilations_since",
     "compiled_by_user",
-    "compiler_cache",
     "compiler_of",
     "compiler_options",
     "current_backward",
@@ -116,7 +114,6 @@ __all__ = [
     "unwatched_operations",
     "weights_only_pickle",
     "whole_gradient",
-    "with_backward",
     "with_part",
     "wrapper_tensor",
     "write_memory",
@@ -140,9 +137,6 @@ __all__ = [
 
 DISABLED_FORM: Final = "__dynamo_disable"
 """The attribute in which torch keeps the form of a function that its compiler does not trace, from the first call on."""
-
-InductorBackend: Final[Any] = torch._TorchCompileInductorWrapper
-"""The class of what ``torch.compile`` calls for its default backend; ranks that share compiled code take turns in its call."""
 
 functorch_active: Final[Callable[[], bool]] = torch._C._are_functorch_transforms_active
 """Returns whether vmap, grad or another transform is active: kernels have no rule for transforms, so torch's operations run."""
@@ -396,22 +390,6 @@ def cache_lookups() -> Lookups:
         return Lookups(0, 0)
     counts = utils.counters["inductor"]
     return Lookups(counts["fxgraph_cache_hit"], counts["fxgraph_cache_miss"])
-
-
-def compiler_cache() -> str:
-    """Returns the folder in which torch keeps compiled code on this machine; the environment or the user's name say which."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    folder: str = cache_dir()
-    return folder
-
-
-def with_backward() -> AbstractContextManager[None]:
-    """Returns a context in which a graph's backward is compiled with it; by default it is compiled in the first backward."""
-    from torch._functorch import config
-
-    patched: AbstractContextManager[None] = config.patch(force_non_lazy_backward_lowering=True)
-    return patched
 
 
 def guarded_hooks() -> AbstractContextManager[None]:

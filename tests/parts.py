@@ -98,7 +98,6 @@ PARTS = {
             "fabricamp/engine/compiled.py",
             "fabricamp/engine/compiled_calls.py",
             "fabricamp/engine/compiled_code.py",
-            "fabricamp/engine/compiled_turns.py",
             "fabricamp/engine/evaluation.py",
             "fabricamp/exporting.py",
             "fabricamp/engine/update.py",

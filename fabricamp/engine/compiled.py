@@ -16,7 +16,6 @@ from torch import Tensor
 from fabricamp.engine.compilation_watch import CompilationWatch
 from fabricamp.engine.compiled_calls import CompiledCalls, called_modules, repeated_blocks
 from fabricamp.engine.compiled_code import CompiledCode
-from fabricamp.engine.compiled_turns import InTurns
 from fabricamp.errors import ConfigError
 from fabricamp.torch_private import (
     compiled_by_user,
@@ -150,18 +149,7 @@ class Compilation:
         if self._compiler is not None:
             return self._compiler(function)
         assert self._options is not None
-        options = self._options.for_torch()
-        if self._takes_turns():
-            own = [options.pop(name, None) for name in ("mode", "options")]
-            options["backend"] = InTurns(*own, options["dynamic"])
-        return torch.compile(function, **options)
-
-    def _takes_turns(self) -> bool:
-        """Whether ranks compile a graph in turns: not where torch times kernels, which waits for the GPU and so other ranks."""
-        options = self._options
-        assert options is not None
-        inductor = options.options.get("backend", "inductor") == "inductor"
-        return self._session.strategy.world_size > 1 and inductor and not options.inexact()
+        return torch.compile(function, **self._options.for_torch())
 
     def _check_graph(self) -> None:
         """Raises :class:`ConfigError` if the user has compiled a part of the module with torch's own CUDA graphs."""

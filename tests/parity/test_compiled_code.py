@@ -1,4 +1,4 @@
-"""Compile(cache=...): code that is kept and found again, refused where it is stale, left out where it is damaged; ranks share it.
+"""Compile(cache=...): code that is kept and found again, refused where it is stale, left out where it is damaged.
 
 torch's default backend writes no C++ for matrix products alone, so that none of this needs a C++ compiler, or its time.
 """
@@ -18,8 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabricamp import FSDP, Compile, ConfigError, Trainer, TrainingModule
-from fabricamp.engine import compiled_turns
+from fabricamp import Compile, ConfigError, Trainer, TrainingModule
 from fabricamp.torch_private import cache_lookups
 from tests.distributed.ranks import import_compiler, run_ranks
 
@@ -54,23 +53,6 @@ class Changed(Products):
 
 
 Changed.__name__ = "Products"
-
-
-class Pair(nn.Module):
-    """A block of two products."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.first, self.second = (nn.Linear(width, width, bias=False) for _ in range(2))
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-
-class Blocks(Products):
-    def __init__(self, width=8):
-        super().__init__(width)
-        self.net = nn.Sequential(*(Pair(width) for _ in range(3)))
 
 
 class Lines(logging.Handler):
@@ -263,41 +245,6 @@ def test_a_folder_that_cannot_be_written_ends_no_fit(first, tmp_path):
     assert lines[-1].startswith(f"compile: the compiled code cannot be kept in {tmp_path / 'code' / NAME}: ")
 
 
-@pytest.mark.parametrize(
-    ("options", "graphs"),
-    [
-        ({"strategy": "ddp"}, 2),
-        ({"strategy": "delayed_ddp"}, 2),
-        (
-            {"strategy": FSDP(units=[Pair]), "kind": Blocks, "part": "blocks"},
-            4,
-        ),  # the first block needs no gradient of its input
-    ],
-    ids=["ddp", "delayed_ddp", "fsdp"],
-)
-def test_ranks_share_what_one_of_them_has_compiled(tmp_path, options, graphs):
-    ranks = run_ranks(partial(trained, tmp_path / "torchs", False, **options), 2, backend=None)
-    assert [sum(counts) for counts in zip(*(lookups for _, lookups, _ in ranks), strict=True)] == [graphs, graphs]
-    assert ranks[1][0][0].is_meta or same(ranks[0][0], ranks[1][0])  # fsdp leaves the whole weights on rank 0
-
-
-def alone(torchs):
-    compiled_turns.LONGEST_WAIT = 0.1
-    return trained(torchs, False, strategy="ddp")
-
-
-def test_a_rank_that_holds_its_lock_forever_costs_a_compilation(tmp_path, monkeypatch):
-    """Each graph's lock is another rank's: nobody gives them back."""
-    monkeypatch.setattr(compiled_turns, "_key", lambda graph, inputs: "held")
-    from filelock import FileLock
-
-    (tmp_path / "torchs" / "turns").mkdir(parents=True)
-    with FileLock(tmp_path / "torchs" / "turns" / "held.lock"):
-        ranks = run_ranks(partial(alone, tmp_path / "torchs"), 2, backend=None)
-    assert sum(missed for _, (_, missed), _ in ranks) >= 2
-    assert same(ranks[0][0], ranks[1][0])
-
-
 def damage(torchs, damaged):
     """Writes other bytes into each entry of torch's cache; returns how many there are."""
     files = [
@@ -329,15 +276,6 @@ def test_broken_entries_of_one_rank_cost_a_compilation(tmp_path, damaged):
     assert after[1][1][1] > 0
     for (weights, *_), (others, *_) in zip(before, after, strict=True):
         assert same(weights, others)
-
-
-def test_a_graph_with_collectives_takes_no_turn():
-    graph = torch.fx.Graph()
-    graph.call_function(torch.ops.aten.add, (1, 2))
-    module = torch.fx.GraphModule({}, graph)
-    assert not compiled_turns._has_collectives(module)
-    graph.call_function(torch.ops._c10d_functional.wait_tensor, ())
-    assert compiled_turns._has_collectives(module)
 
 
 @pytest.mark.parametrize("cache", [3, "", None, ["folder"]])
