@@ -437,7 +437,7 @@ def _runs_command_again(trainer: Trainer) -> bool:
 def _run(command: str, path: Path, overrides: list[str], stdout: int | None) -> list[Any] | None:
     """Runs the command; returns the predictions on rank 0 if the descriptor ``stdout`` is kept for their JSON, otherwise None."""
     from fabricamp.checkpoint import write_checkpoint
-    from fabricamp.config import build_parts, check_config, read_config
+    from fabricamp.config import build_parts, check_config, read_config, refusals_explained
     from fabricamp.launch import explained_without_traceback
 
     content = read_config(path, overrides)
@@ -452,7 +452,7 @@ def _run(command: str, path: Path, overrides: list[str], stdout: int | None) -> 
     if stdout is not None and _runs_command_again(trainer):
         # A rank that runs this command again inherits stdout itself, and keeps it for the JSON as this process does.
         for_ranks = _stdout_leads_to(stdout)
-    with explained_without_traceback(_CODES), for_ranks:
+    with explained_without_traceback(_CODES), for_ranks, refusals_explained(content):
         result = entry(module, datamodule=data, ckpt_path=ckpt_path)
     if command != "predict" or not trainer.is_global_zero:
         return None

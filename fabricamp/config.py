@@ -6,12 +6,17 @@ import contextlib
 import difflib
 import importlib
 import inspect
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Sampler
 
 from fabricamp._utils.files import replace_text
 from fabricamp._utils.masking import hidden
@@ -37,6 +42,8 @@ SECTIONS = {
 
 _LONGEST = 200
 """The most characters of an override or a name that an error shows."""
+_MADE = (DataLoader, Sampler, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, nn.Module)
+"""torch's bases of what refuses its arguments while it is made."""
 _MOST_WORDS = 50
 """The most words of a dotted name: Python imports each package within the import of the one before."""
 
@@ -131,6 +138,21 @@ def targets_of(content: Mapping[str, Any]) -> Iterator[tuple[str, Callable[..., 
     yield from within(_trainer_section(content), "trainer")
     for name in ("module", "data"):
         yield from within(content.get(name), name)
+
+
+@contextlib.contextmanager
+def refusals_explained(content: Configuration) -> Iterator[None]:
+    """A context around a run: what torch refuses when module or data make a loader, an optimizer or a layer is a ConfigError."""
+    try:
+        yield
+    except Exception as error:
+        refusal = _refusal(error)
+        if refusal is None:
+            raise
+        keys = _keys_behind(error, refusal.arguments, content)
+        if keys:
+            raise ConfigError(f"{', '.join(keys)} is refused by {refusal}") from error
+        raise ConfigError(f"{refusal}; change the value in the configuration that it comes from") from error
 
 
 def build_parts(content: Mapping[str, Any]) -> Parts:
@@ -436,7 +458,7 @@ def _build(node: Any, where: str) -> Any:
     except Exception as error:
         given = ", ".join(f"{key}={_shown(key, value)}" for key, value in built.items())
         call = f"{getattr(target, '__name__', target)}({given})"
-        if isinstance(error, TypeError | ValueError):
+        if isinstance(error, TypeError | ValueError) or _refusal(error) is not None:
             _explain_unknown(error, target, built, where)
             place = _place(error, target)
             raise ConfigError(f"{where}: {call} raised {type(error).__name__}: {_reason(error)} ({place})") from error
@@ -452,6 +474,57 @@ def _explain_unknown(error: Exception, target: Callable[..., Any], built: Mappin
     for key in built:
         if f"unexpected keyword argument {key!r}" in str(error) and (hint := nearest(key, known)):
             raise ConfigError(f"{where}.{key} is not known{hint}") from error
+
+
+class _Refusal(NamedTuple):
+    """What a class of torch raised while it was being made: its name, its arguments' names, the caller, and the reason."""
+
+    made: str
+    arguments: frozenset[str]
+    place: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.made}: {self.reason} ({self.place})"
+
+
+def _refusal(error: Exception) -> _Refusal | None:
+    """Returns which loader, sampler, optimizer, schedule or layer of torch refused its arguments; None for any other error."""
+    # Subclasses of RuntimeError tell of memory and devices.
+    if (
+        not isinstance(error, TypeError | ValueError | ArithmeticError | AssertionError)
+        and type(error) is not RuntimeError
+    ):
+        return None
+    made: FrameType | None = None
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        if frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+            is_made = frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), _MADE)
+            made = frame if is_made else made
+            continue
+        if made is None:
+            return None
+        arguments = frozenset(made.f_code.co_varnames[1 : made.f_code.co_argcount + made.f_code.co_kwonlyargcount])
+        place = f"{frame.f_code.co_name} in {Path(frame.f_code.co_filename).name}, line {line}"
+        return _Refusal(type(made.f_locals["self"]).__name__, arguments, place, _reason(error))
+    return None
+
+
+def _keys_behind(error: Exception, arguments: Collection[str], content: Mapping[str, Any]) -> list[str]:
+    """Returns the keys, with their values, that an error's text names, or that have the name of one of the arguments."""
+    words = re.findall(r"[\w.+-]*\w", str(error))
+    leaves = [leaf for name in ("module", "data") for leaf in _leaves(content.get(name), name)]
+    named = [(key, value) for key, value in leaves if key.rpartition(".")[2] in {*arguments, *words}]
+    told = [(key, value) for key, value in named if {key.rpartition(".")[2], str(value)} & {*words}]
+    return [f"{key}={_shown(key, value)}" for key, value in told or named]
+
+
+def _leaves(node: Any, where: str) -> Iterator[tuple[str, Any]]:
+    children = [*_children(node)]
+    for key, value in children:
+        yield from _leaves(value, f"{where}.{key}")
+    if not children and not isinstance(node, dict | list):
+        yield where, node
 
 
 def _place(error: Exception, target: Callable[..., Any]) -> str:

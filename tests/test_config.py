@@ -299,6 +299,107 @@ def test_a_misspelt_key_that_a_constructor_passes_on_has_the_nearest_name(folder
         build_parts(read(folder, override[0], "module.unlike=1"))
 
 
+REFUSED = """
+import torch
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from fabricamp import DataModule, TrainingModule
+
+class Late(TrainingModule):
+    def __init__(self, lr=0.1, momentum=0.5, factor=0.5, every=3, width=2, spare=-1):
+        super().__init__()
+        self.lr, self.momentum, self.factor, self.every, self.width = lr, momentum, factor, every, width
+    def configure_model(self):
+        self.net = torch.nn.Linear(2, self.width)
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
+        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, self.every)]
+    def on_train_start(self):
+        torch.nn.functional.dropout(torch.ones(1), self.factor)
+
+class Rows(DataModule):
+    def __init__(self, batch_size=2, workers=0, ahead=None, draws=None):
+        super().__init__()
+        self.batch_size, self.workers, self.ahead, self.draws = batch_size, workers, ahead, draws
+    def train_dataloader(self):
+        rows = TensorDataset(torch.ones(8, 2))
+        sampler = RandomSampler(rows, num_samples=self.draws)
+        return DataLoader(
+            rows, sampler=sampler, batch_size=self.batch_size, num_workers=self.workers, prefetch_factor=self.ahead
+        )
+"""
+
+
+def _fit_late(folder, capsys, *overrides, command="fit"):
+    """Runs a command on a module and data that make what torch refuses only when a run asks for it."""
+    (folder / "late_parts.py").write_text(REFUSED)
+    trainer = "trainer: {accelerator: cpu, devices: 1, logger: false, enable_checkpointing: false, max_steps: 1}\n"
+    parts = "module: {_target_: late_parts.Late}\ndata: {_target_: late_parts.Rows}\n"
+    (folder / "late.yaml").write_text(trainer + parts)
+    try:
+        code = main([command, str(folder / "late.yaml"), *overrides])
+    finally:
+        sys.modules.pop("late_parts", None)
+    return code, capsys.readouterr().err.splitlines()[-1]
+
+
+def _line_of(text):
+    return 1 + next(number for number, line in enumerate(REFUSED.splitlines()) if text in line)
+
+
+@pytest.mark.parametrize(
+    ("override", "said", "at"),
+    [
+        (
+            "data.batch_size=-1",
+            "data.batch_size=-1 is refused by DataLoader: batch_size should be a positive integer value",
+            "return DataLoader",
+        ),
+        ("data.workers=-1", "DataLoader: num_workers option should be non-negative", "return DataLoader"),
+        (
+            "data.ahead=2",
+            "DataLoader: prefetch_factor option could only be specified in multiprocessing",
+            "return DataLoader",
+        ),
+        ("data.draws=-3", "RandomSampler: num_samples should be a positive integer value", "= RandomSampler"),
+        ("module.lr=-1", "module.lr=-1 is refused by SGD: Invalid learning rate: -1", "torch.optim.SGD"),
+        (
+            "module.momentum=-0.5",
+            "module.momentum=-0.5 is refused by SGD: Invalid momentum value: -0.5",
+            "torch.optim.SGD",
+        ),
+        ("module.every=-3", "OneCycleLR: Expected positive integer total_steps, but got -3", "OneCycleLR"),
+        ("module.width=-3", "Linear: Trying to create tensor with negative dimension -3: [-3, 2]", "torch.nn.Linear"),
+    ],
+)
+def test_what_torch_refuses_when_a_run_makes_it_is_one_line(folder, override, said, at, capsys):
+    code, line = _fit_late(folder, capsys, override)
+    assert code == 2
+    assert line.startswith(f"fabricamp: {said}")
+    assert f" in late_parts.py, line {_line_of(at)})" in line
+    if " is refused by " not in said:
+        assert line.endswith("; change the value in the configuration that it comes from")
+    assert (code, line) == _fit_late(folder, capsys, override, command="bench")
+
+
+def test_other_errors_of_a_run_keep_their_traceback(folder, capsys):
+    with pytest.raises(ValueError, match="dropout probability"):
+        _fit_late(folder, capsys, "module.factor=3")
+
+
+def test_a_layer_that_torch_refuses_within_a_constructor_is_one_line(folder):
+    (folder / "layers.py").write_text(
+        "import torch\nfrom fabricamp import TrainingModule\nclass One(TrainingModule):\n"
+        "    def __init__(self, width=2):\n        super().__init__()\n        self.net = torch.nn.Linear(2, width)\n"
+    )
+    with pytest.raises(
+        ConfigError, match=r"^module: One\(width=-4\) raised RuntimeError: .*-4.* \(layers\.py, line 6\)$"
+    ):
+        build_parts(read(folder, "module._target_=layers.One", "module.width=-4"))
+    del sys.modules["layers"]
+
+
 def test_other_errors_of_a_constructor_say_what_was_being_built(folder):
     with pytest.raises(KeyError) as error:
         build_parts(read(folder, "module._target_=parts_of_config.Unbuildable"))

@@ -9,7 +9,7 @@ import torch
 
 from fabricamp.callbacks import ModelCheckpoint, ProgressBar
 from fabricamp.callbacks.base import decides_by_metrics
-from fabricamp.config import SaveConfig, build_parts, check_config, read_config
+from fabricamp.config import SaveConfig, build_parts, check_config, read_config, refusals_explained
 from fabricamp.errors import ConfigError
 from fabricamp.loggers.dummy import DummyLogger
 from fabricamp.profilers import Profiler
@@ -118,7 +118,8 @@ def _measured(
         ]
         trainer.loggers[:] = [DummyLogger()]
         trainer.profiler = profiler
-        trainer.fit(module, datamodule=data)
+        with refusals_explained(content):
+            trainer.fit(module, datamodule=data)
     if profiler.breakdown is None:
         raise ConfigError(
             f"the training ended within its first {WARMUP} batches, which bench does not measure; give it more batches, or "
