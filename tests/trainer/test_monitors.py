@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+import torchmetrics
 
 from fabricamp import Callback, ConfigError
 from fabricamp.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
@@ -113,6 +114,78 @@ def test_a_name_that_may_still_come_is_not_told(caplog, name):
     options = {"error": None, "logger": True, "log_every_n_steps": 1}
     messages, _ = told(caplog, LogsLater(), *callbacks, **options)
     assert messages == []
+
+
+BOTH_ENDS = "whole/name"
+
+
+def log_later(module, part):
+    module.log("helped/" + part, 0.5)
+
+
+class Composes(Classifier):
+    """Logs names, composed of parts, only after the sanity check and the first batch."""
+
+    SHARE = "share"
+
+    def __init__(self):
+        super().__init__()
+        self.ends = {"low": 0.1}
+        measured = {"acc": torchmetrics.MeanMetric(), "f1": torchmetrics.MeanMetric()}
+        self.train_metrics = torchmetrics.MetricCollection(measured, prefix="train/", postfix="_all")
+
+    def on_train_epoch_end(self):
+        for metric in self.train_metrics.values():
+            metric.update(1.0)
+        self.log_dict(self.train_metrics.compute())
+        for kind, end in (("mean", 0.5), *self.ends.items()):
+            self.log(f"epoch_{kind}", end)
+            self.log("%s/percent" % kind, end)  # noqa: UP031
+        self.log(self.SHARE, 0.5)
+        self.log(BOTH_ENDS, 0.5)
+        log_later(self, "part")
+        self.log("rare", 0.5, on_epoch=True)
+
+
+COMPOSED = [
+    "train/acc_all",
+    "train/f1_all",
+    "epoch_mean",
+    "epoch_low",
+    "low/percent",
+    "share",
+    "whole/name",
+    "helped/part",
+    "rare",
+]
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_a_name_that_is_composed_later_is_not_told(caplog, name):
+    callbacks = [EarlyStopping(name, strict=False), ModelCheckpoint(monitor=name)]
+    messages, _ = told(caplog, Composes(), *callbacks, error=None)
+    assert messages == []
+
+
+def test_a_part_that_nothing_shows_may_come(caplog):
+    """When the name is needed and is not there, it is an error."""
+    messages, _ = told(caplog, Composes(), ModelCheckpoint(monitor="epoch_others"))
+    assert messages == []
+
+
+class ComposesNow(Classifier):
+    """Composes the name that it logs in a validation."""
+
+    def validation_step(self, batch, batch_idx):
+        loss = self.training_step(batch, batch_idx)
+        for kind in ("loss", "cost"):
+            self.log(f"val_{kind}", loss, on_step=False, on_epoch=True)
+
+
+@pytest.mark.parametrize("name", ["val_los", "vall_loss", "val_costs", "vl_cost"])
+def test_a_misspelt_part_of_a_composed_name_is_told(caplog, name):
+    messages, _ = told(caplog, ComposesNow(), EarlyStopping(name))
+    assert [SOFT in one for one in messages] == [True]
 
 
 @pytest.mark.parametrize("name", ["epoch", "step"])

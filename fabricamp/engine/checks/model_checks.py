@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import inspect
 import logging
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
 from itertools import pairwise, product
@@ -177,15 +178,22 @@ def _own_methods(classes: Sequence[type], base: type) -> list[str]:
 
 
 def strings_in(owner: object, base: type, *, without: Collection[str] = ()) -> set[str]:
-    """Returns the strings in the code of ``owner``'s own methods, other than those called in ``without``.
+    """Returns the strings in the code of ``owner``'s own methods, other than those called in ``without``, and of its classes.
 
-    Of a class of fabricamp's between ``owner``'s and ``base`` there are none.
+    Functions and strings of the same file that the code names count too.  Of a class of fabricamp's between ``owner``'s and
+    ``base`` there are none.
     """
     kinds = [kind for kind in _own_classes(owner, base) if not kind.__module__.startswith("fabricamp.")]
     members = [value for kind in kinds for name, value in vars(kind).items() if name not in without]
-    found: set[str] = set()
-    for code in _codes(members):
-        for constant in code.co_consts:
+    found = {value for value in members if isinstance(value, str)}
+    files = {kind.__module__: vars(sys.modules[kind.__module__]) for kind in kinds if kind.__module__ in sys.modules}
+    seen: set[CodeType] = set()
+    while codes := [code for code in _codes(members) if code not in seen]:
+        seen.update(codes)
+        named = [file[name] for code in codes for name in code.co_names for file in files.values() if name in file]
+        found.update(value for value in named if isinstance(value, str))
+        members = [value for value in named if isinstance(value, FunctionType) and value.__module__ in files]
+        for constant in (constant for code in codes for constant in code.co_consts):
             several = constant if isinstance(constant, tuple) else (constant,)
             found.update(one for one in several if isinstance(one, str))
     return found

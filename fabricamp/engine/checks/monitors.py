@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import TYPE_CHECKING
 
 from fabricamp.agenda import Entry, Position
@@ -10,6 +11,7 @@ from fabricamp.callbacks._monitoring import missing_in
 from fabricamp.callbacks.base import Callback, decides_by_metrics
 from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.engine.checks.model_checks import strings_in
+from fabricamp.errors import nearest
 from fabricamp.module import TrainingModule
 
 if TYPE_CHECKING:
@@ -24,12 +26,19 @@ _ALWAYS = ("epoch", "step")
 """The names that checkpoints may monitor although nothing logs them."""
 _NAME_MONITORS = ("configure_optimizers", "configure_callbacks")
 """The methods of a module that say what is monitored, and log nothing."""
+_MARKS = "_/.-: |"
+"""The characters that join the parts of a name."""
+_FIELDS = re.compile(r"%\w|\{[^}]*\}")
+"""What is filled in when a name is composed by ``%`` or ``format``."""
+_SUFFIX = re.compile(r"(_step|_epoch)?(/dataloader_idx_\d+)?$")
+"""What :meth:`TrainingModule.log` appends to a name."""
 
 
 class MonitorLook(Entry):
     """Warns, once a fit, of monitored names that were not logged by a first batch and a validation.
 
-    A name that the code of the module or of a callback of the user has as a string may still be logged, and is not told of.
+    A name that the code of the module or of a callback of the user has as a string may still be logged, and is not told of; nor is
+    one that it may compose (:class:`_Names`).
 
     Args:
         parts: those of the fit.
@@ -78,9 +87,9 @@ class MonitorLook(Entry):
         missing = [(what, name) for what, name in self._monitored() if name not in logged]
         if not missing:
             return
-        may_come = self._strings()
+        names = self._names()
         for what, name in missing:
-            if name not in may_come:
+            if not names.may_be_logged(name, logged):
                 _LOG.warning("%s; it may be logged until it is needed", missing_in(logged, what, name))
 
     def _monitored(self) -> Iterator[tuple[str, str]]:
@@ -95,6 +104,54 @@ class MonitorLook(Entry):
                 if config.reduce_on_plateau and config.monitor is not None:
                     yield f"{type(config.scheduler).__name__} with monitor={config.monitor!r}", str(config.monitor)
 
-    def _strings(self) -> set[str]:
-        module = strings_in(self._parts.module, TrainingModule, without=_NAME_MONITORS)
-        return module.union(*(strings_in(one, Callback) for one in self._callbacks))
+    def _names(self) -> _Names:
+        module = self._parts.module
+        strings = strings_in(module, TrainingModule, without=_NAME_MONITORS)
+        strings.update(*(strings_in(one, Callback) for one in self._callbacks))
+        for part in module.modules():
+            strings.update(text for value in vars(part).values() for text in _texts(value))
+            if hasattr(part, "compute") and hasattr(part, "keys"):  # torchmetrics' collections
+                strings.update(map(str, part.keys()))
+        return _Names(strings)
+
+
+class _Names:
+    """The names that may still be logged: strings of the code, what is composed of them, and both with the suffixes of fabricamp.
+
+    A string that begins or ends with a mark (``"val_"``, ``"{}/acc"``) is a part of composed names.  A name with such a part may be
+    logged, unless its rest is nearly that of a logged name with the same part, and no string.
+    """
+
+    def __init__(self, strings: set[str]) -> None:
+        self._strings = strings
+        pieces = {piece for text in strings for piece in _FIELDS.split(text) if piece.strip(_MARKS)}
+        self._beginnings = {piece for piece in pieces if piece[-1] in _MARKS}
+        self._endings = {piece for piece in pieces if piece[0] in _MARKS}
+
+    def may_be_logged(self, name: str, logged: Collection[str]) -> bool:
+        """Whether ``name``, which is not among the ``logged`` names, may be logged later."""
+        name = _SUFFIX.sub("", name)
+        if name in self._strings:
+            return True
+        return any(
+            rest in self._strings or not nearest(rest, self._rests(logged, beginning, ending))
+            for beginning, ending in self._parts_of(name)
+            if (rest := name[len(beginning) : len(name) - len(ending)])
+        )
+
+    def _parts_of(self, name: str) -> Iterator[tuple[str, str]]:
+        """Yields the beginning and the ending that strings give to ``name``, one of them empty."""
+        yield from ((piece, "") for piece in self._beginnings if name.startswith(piece))
+        yield from (("", piece) for piece in self._endings if name.endswith(piece))
+
+    @staticmethod
+    def _rests(logged: Collection[str], beginning: str, ending: str) -> list[str]:
+        alike = [name for name in logged if name.startswith(beginning) and name.endswith(ending)]
+        return [name[len(beginning) : len(name) - len(ending)] for name in alike]
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yields a string, or those in a dict, list, tuple or set."""
+    several = [*value, *value.values()] if isinstance(value, dict) else value
+    several = several if isinstance(several, list | tuple | set) else [several]
+    yield from (one for one in several if isinstance(one, str))
