@@ -29,6 +29,7 @@ _TYPES: Final = {
     torch.float64: "double",
     torch.float16: "__half",
     torch.bfloat16: "__nv_bfloat16",
+    torch.uint8: "unsigned char",
     None: "None",
 }
 Defines = tuple[tuple[str, str], ...]

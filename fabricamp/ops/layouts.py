@@ -100,6 +100,16 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Returns the bytes of ``tensor`` (uint8, 1-dim) in their order in memory: a view, or of a tensor with gaps a copy."""
+    dense = tensor.detach()
+    if not is_dense(dense):
+        dense = dense.contiguous()
+    offset = dense.storage_offset() * dense.itemsize
+    flat = torch.empty(0, dtype=torch.uint8, device=dense.device)
+    return flat.set_(dense.untyped_storage(), offset, (dense.nbytes,), (1,))
+
+
 def elements_of(tensor: Tensor) -> int:
     """Returns how many numbers kernels read of ``tensor``: a complex element is two, its real and its imaginary part."""
     return 2 * tensor.numel() if tensor.is_complex() else tensor.numel()

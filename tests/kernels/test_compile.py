@@ -19,6 +19,7 @@ KINDS = {
     "copies": [],
     "cross_entropy": [],
     "differences": [(F, H), (F, B), (D, H)],
+    "digests": [(torch.uint8,)],
     "ema": [(F, F), (H, F), (B, F), (D, D), (H, H)],
     "finish": [],
     "flat_casts": [],
