@@ -28,12 +28,14 @@ class CudaGraph(NamesKeywords):
         steps: number of steps per launch if nothing has to happen between them; other steps are launched one by one.
         check_every: compares every n-th further replay with an eager step, bit by bit, at the same replay on all ranks; 0: only the
             first replay of a shape.
+        compare: the first replay of a shape is compared with an eager step; False leaves that out. What a step does on the host,
+            and what has changed since the capture, is found as always.
         required: for a step that cannot be captured, True raises an error; False logs the reason and runs it eagerly.
         hook_entries: entries of a batch that the step does not read, such as the names of its files: an index, a key, or a tuple of
             these for an entry within an entry. Only hooks get them, so they may differ in every batch.
 
     Raises:
-        ConfigError: for numbers out of range, and for entries that are no index and no key.
+        ConfigError: for numbers out of range, for entries that are no index and no key, for ``check_every`` without ``compare``.
 
     Example:
         >>> CudaGraph(warmup=5).shapes
@@ -46,6 +48,7 @@ class CudaGraph(NamesKeywords):
     shapes: int
     steps: int
     check_every: int
+    compare: bool
     required: bool
     hook_entries: tuple[tuple[str | int, ...], ...]
 
@@ -56,6 +59,7 @@ class CudaGraph(NamesKeywords):
         shapes: int = 4,
         steps: int = 1,
         check_every: int = 0,
+        compare: bool = True,
         required: bool = True,
         hook_entries: Sequence[str | int | Sequence[str | int]] = (),
     ) -> None:
@@ -63,6 +67,12 @@ class CudaGraph(NamesKeywords):
         self.shapes = check_number("shapes", shapes, owner="CudaGraph", least=1)
         self.steps = check_number("steps", steps, owner="CudaGraph", least=1)
         self.check_every = check_number("check_every", check_every, owner="CudaGraph", least=0)
+        self.compare = check_flag("compare", compare, owner="CudaGraph")
+        if self.check_every and not self.compare:
+            raise ConfigError(
+                f"CudaGraph(compare=False, check_every={self.check_every}) is not allowed: check_every repeats the comparison that "
+                "compare=False leaves out; leave one of them out"
+            )
         self.required = check_flag("required", required, owner="CudaGraph")
         self.hook_entries = _entries_of(hook_entries)
 
@@ -72,6 +82,7 @@ class CudaGraph(NamesKeywords):
             warmup=self.warmup,
             shapes=self.shapes,
             check_every=self.check_every,
+            compare=self.compare,
             required=self.required,
             hook_entries=self.hook_entries,
         )

@@ -1,4 +1,4 @@
-"""Operations on lists of tensors, element by element, the comparison of two tensors' bytes, and the set of half dtypes."""
+"""Operations on lists of tensors, element by element, the comparison of tensors' bytes, and the set of half dtypes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from torch import Tensor
 
 from fabricamp.errors import ConfigError
 from fabricamp.ops.bridge import runs_kernels
+from fabricamp.ops.layouts import bytes_of
 from fabricamp.ops.table import table_of
 
 HALF_DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
+_SLICE: Final = 2**26
+"""Bytes that are compared at once."""
 
 
 @torch.no_grad()
@@ -100,6 +103,28 @@ def note_differences(sources: Sequence[Tensor], rounded: Sequence[Tensor], flags
     for index, (source, one) in enumerate(zip(sources, rounded, strict=True)):
         own = source.to(one.dtype)
         flags[index] = ((own != one) & ~(own.isnan() & one.isnan())).any()
+
+
+@torch.no_grad()
+def differing(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
+    """Returns for each of ``tensors`` whether a byte of it differs from that of ``others``, which have its form; waits once.
+
+    All are on one device, and need no memory there but for a slice.
+    """
+    if not tensors:
+        return []
+    flags = torch.zeros(len(tensors), dtype=torch.bool, device=tensors[0].device)
+    for number, (one, other) in enumerate(zip(tensors, others, strict=True)):
+        for left, right in zip(bytes_of(one).split(_SLICE), bytes_of(other).split(_SLICE), strict=True):
+            flags[number].logical_or_((_words(left) != _words(right)).any())
+    found: list[bool] = flags.tolist()
+    return found
+
+
+def _words(part: Tensor) -> Tensor:
+    """Returns bytes as words of eight, if their number and address allow it: these are compared faster."""
+    fits = part.numel() % 8 == 0 and part.data_ptr() % 8 == 0 and part.storage_offset() % 8 == 0
+    return part.view(torch.int64) if fits else part.view(torch.uint8)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

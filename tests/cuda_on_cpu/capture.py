@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fabricamp.ops import bridge, uploads
 
@@ -48,11 +48,12 @@ class Graph(TorchDispatchMode):
         if written:
             self.nodes.append(lambda: function(*args, **kwargs))
             named = dict(zip([one.name for one in arguments], args, strict=False)) | kwargs
-            results = [named[one.name] for one in written]
-            return results[0] if len(results) == 1 else tuple(results)
-        results = function(*args, **kwargs)
+            results = [named[one.name] for one in written[: len(function._schema.returns)]]
+            return results[0] if len(results) == 1 else tuple(results) or None
         if function.is_view:
-            return results
+            return function(*args, **kwargs)
+        # With copies, because some operations write what they do not say: batch normalization its running statistics.
+        results = function(*tree_map_only(torch.Tensor, torch.Tensor.clone, args), **kwargs)
         outputs = _tensors(results)
 
         def run():
@@ -61,7 +62,7 @@ class Graph(TorchDispatchMode):
 
         self.nodes.append(run)
         for one in outputs:
-            one.fill_(7)
+            one.fill_(7 if one.is_floating_point() else 0)  # an index of 7 might be none
         return results
 
 

@@ -170,9 +170,9 @@ class Counted:
     def __init__(self, compare):
         self.count, self.compare = 0, compare
 
-    def __call__(self, *arguments):
+    def __call__(self, *arguments, **options):
         self.count += 1
-        return self.compare(*arguments)
+        return self.compare(*arguments, **options)
 
 
 @pytest.mark.parametrize("kind", ["delayed O", "delayed t", "overlapped", "ddp", "windows", "checked"])

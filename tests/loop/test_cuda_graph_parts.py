@@ -82,11 +82,23 @@ def test_options():
     for wrong in (1, "always", [True]):
         with pytest.raises(ConfigError, match="allowed: True, False, 'auto'"):
             as_cuda_graph(wrong)
-    for wrong in ({"warmup": 2}, {"shapes": 0}, {"check_every": -1}, {"warmup": True}, {"required": None}):
+    for wrong in (
+        {"warmup": 2},
+        {"shapes": 0},
+        {"check_every": -1},
+        {"warmup": True},
+        {"required": None},
+        {"compare": 0},
+    ):
         with pytest.raises(ConfigError, match=f"CudaGraph\\({next(iter(wrong))}="):
             CudaGraph(**wrong)
     with pytest.raises(ConfigError, match="CudaGraph has no argument 'warm_up'; did you mean 'warmup'"):
         CudaGraph(warm_up=3)
+    with pytest.raises(
+        ConfigError, match=r"CudaGraph\(compare=False, check_every=5\) is not allowed: check_every repeats"
+    ):
+        CudaGraph(compare=False, check_every=5)
+    assert not CudaGraph(compare=False, steps=4).one_by_one().compare
 
 
 def test_refused_by_the_constructor_and_eager_where_it_may_be(caplog):
@@ -573,6 +585,22 @@ def test_ranks_capture_at_the_same_batch_and_stop_asking():
 # -- memory -----------------------------------------------------------------------------------------------------------------------
 
 
+class Moment:
+    """Replaces an event of the GPU: each is 250 ms after the one before it."""
+
+    def __init__(self, *, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return 250.0
+
+
 class Card:
     """Replaces the GPU memory sizes that torch reports."""
 
@@ -581,6 +609,7 @@ class Card:
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.allocated)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+        monkeypatch.setattr(torch.cuda, "Event", Moment)
         monkeypatch.setattr(memory_budget, "free_memory", lambda device: self.free)
 
     def reset(self, device):
@@ -617,7 +646,11 @@ def test_room_for_a_graph_and_for_steps_beside_it(required, options, enough, mon
     assert state.peak_bytes == 5000
     card.free = enough
     one.check("small", **options)
-    assert (one.has_free(enough), one.has_free(enough - 1)) == (False, True)
+    assert one.free() == enough
+    assert (one.eager_seconds("small"), one.eager_seconds("unseen")) == (0.25, 0.0)
+    with one.left_out_of_peaks():
+        card.step(7000)
+    assert (state.peak_bytes, card.peak) == (5000, 1000)
     if not enough:
         return
     card.free = enough - 1
@@ -626,20 +659,6 @@ def test_room_for_a_graph_and_for_steps_beside_it(required, options, enough, mon
     ) as caught:
         one.check("small", **options)
     assert ("CudaGraph(shapes=" in str(caught.value)) is ("shapes" in options)
-
-
-@pytest.mark.parametrize(("limit", "expected"), [(None, 5 * 2**20), ("max", 5 * 2**20), (3 * 2**20, 2**20), (1000, 0)])
-def test_free_memory_of_the_host_within_a_container(limit, expected, monkeypatch, tmp_path):
-    meminfo, allowed, used = (tmp_path / name for name in ("meminfo", "memory.max", "memory.current"))
-    meminfo.write_text("MemTotal:       9000 kB\nMemAvailable:    5120 kB\nHugePages_Total:       0\n")
-    used.write_text(f"{2 * 2**20}\n")
-    if limit is not None:
-        allowed.write_text(f"{limit}\n")
-    monkeypatch.setattr(memory_budget, "_MEMINFO", meminfo)
-    monkeypatch.setattr(memory_budget, "_CONTAINER_LIMITS", ((allowed, used),))
-    assert memory_budget.free_host_memory() == expected
-    meminfo.unlink()
-    assert memory_budget.free_host_memory() == 0
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------------------
@@ -1004,7 +1023,7 @@ def test_a_wrong_replay_of_an_evaluation_counts_its_batch_once(first):
 
     evaluation = object.__new__(GraphEvaluation)
     evaluation._options = CudaGraph()
-    evaluation._memory_budget = SimpleNamespace(has_free=lambda size: True, eager_bytes=lambda key: 0)
+    evaluation._memory_budget = SimpleNamespace(free=lambda: 2**30, eager_bytes=lambda key: 0)
     evaluation._table = SimpleNamespace(bank=torch.zeros(4, dtype=torch.float64), cells={})
     evaluation._step = "validation_step"
     evaluation._forward = forward

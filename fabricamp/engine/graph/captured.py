@@ -17,7 +17,7 @@ The order of use:
 4. ``after_replay``; for a group ``after_step``, once per step.
 
 If the first replay after a capture does not happen, ``undo`` takes the place of 3 and 4.  If a replay is compared with an eager
-step, ``restore_gradients`` comes before the replay, and ``show_gradients`` after the comparison.
+step, ``restore_gradients`` comes before the replay, and ``show_gradients`` or ``adopt_gradients`` after the comparison.
 
 Logged values are in a *bank*, one tensor on the device for a table of metrics; a *cell* is the place of one value in it.  The
 *weight* of a cell is the number on the host by which a logged mean is divided.
@@ -203,6 +203,8 @@ class CapturedStep(Captured):
         """Prepares the optimizer's hyper-parameters, and returns whether the graph may be replayed with them; see
         :func:`hyperparameter_upload`."""
         self.role = role
+        self.steps = 1
+        """The number of steps that a launch runs."""
         self._memory = memory
         self._flat = None if memory is None else memory.flat
         self._parameters = list(module.parameters())
@@ -260,6 +262,18 @@ class CapturedStep(Captured):
         if self._memory is not None and self._presence_after is not None:
             self._memory.presence = self._presence_after
 
+    @torch.no_grad()
+    def adopt_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """As :meth:`show_gradients`, after an eager step of the same bits that has left the gradients of ``parameters`` elsewhere."""
+        own = dict(zip(self._parameters, self._gradients, strict=True)) | dict(self.launched.handed)
+        for parameter in parameters:
+            gradient = own.get(parameter)
+            if gradient is not None and parameter.grad is not None and parameter.grad is not gradient:
+                local(gradient).copy_(local(parameter.grad))
+        self.show_gradients()
+        for parameter, gradient in self.launched.handed:
+            parameter.grad = gradient
+
     def show_gradients(self) -> None:
         """Puts the graph's gradients into ``.grad``, unless they are there; an eager step or a validation may have put others."""
         if not all(map(operator.is_, map(_grad_of, self._parameters), self._gradients)):
@@ -306,7 +320,7 @@ class CapturedGroup(CapturedStep):
         self.notes: list[Callable[[], None]] = []
         """One callback per step, in place of ``note``; it records which parameters the step's gradient statistics belong to."""
         self._single = single
-        self._steps = len(inputs)
+        self.steps = len(inputs)
         self._outputs_by_step: list[list[Tensor]] = []
         """The output tensors of each step so far, during the capture; empty after it."""
         self._stacked_outputs: list[Tensor] = []
@@ -329,7 +343,7 @@ class CapturedGroup(CapturedStep):
             index = {cell: number for number, cell in enumerate(table.cells.values())}
             indices = [index[cell] for cell in single.log_replay.cells]
             self._logged_cells = torch.tensor(indices, dtype=torch.int64, device=table.device)
-            self._logged = torch.zeros(self._steps, len(indices), dtype=torch.float64, device=table.device)
+            self._logged = torch.zeros(self.steps, len(indices), dtype=torch.float64, device=table.device)
 
     def capture(self, run: Callable[[], Launched], stream: torch.cuda.Stream, pool: Any) -> None:
         """Captures ``run``, which calls :meth:`keep` after each step; restores the host's state."""
@@ -347,7 +361,7 @@ class CapturedGroup(CapturedStep):
             self._outputs_by_step.append(tensors_of(outputs))
         if self._logged_cells is not None:
             torch.index_select(self._single.log_replay.table.bank, 0, self._logged_cells, out=self._logged[number])
-        if number == self._steps - 1:  # stacked, so that launch() copies an output of all steps by one clone
+        if number == self.steps - 1:  # stacked, so that launch() copies an output of all steps by one clone
             self._stacked_outputs = [torch.stack(each) for each in zip(*self._outputs_by_step, strict=True)]
             self._outputs_by_step.clear()
 
@@ -393,9 +407,9 @@ class CapturedGroup(CapturedStep):
         self._expected_weights = log_replay.next_accumulated_weights()
         self._step = number
         if number == 0:
-            self._step_in_bank = self._steps - 1
+            self._step_in_bank = self.steps - 1
             self._metrics.before_look = self._write_logs
-        elif number == self._steps - 1:
+        elif number == self.steps - 1:
             self._write_logs()
             self._metrics.before_look = None
 

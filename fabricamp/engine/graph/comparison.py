@@ -1,26 +1,25 @@
 """Compares a replay bit by bit with an eager step from the same state.
 
-:class:`ReplayCheck` runs a replay of training and compares it; :func:`compare` decides, over a :class:`ComparedState`.
+:class:`ReplayCheck` runs a replay of training and compares it, as far as memory is free; :func:`compare` decides, over a
+:class:`~fabricamp.engine.graph.compared_state.ComparedState`.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final, NamedTuple
+import time
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
-from fabricamp.engine.graph.memory_budget import free_host_memory
+from fabricamp.engine.graph.compared_state import ComparedState
+from fabricamp.engine.graph.memory_pool import OwnPool
 from fabricamp.errors import NotCapturableError
-from fabricamp.ops.shards import local, local_gradient
-from fabricamp.ops.tensors import same_bits
+from fabricamp.ops.digests import digests
+from fabricamp.ops.layouts import bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from torch import nn
-    from torch.optim import Optimizer
+    from collections.abc import Callable
 
     from fabricamp._utils.types import Batch
     from fabricamp.engine.graph.batches import Key
@@ -28,26 +27,38 @@ if TYPE_CHECKING:
     from fabricamp.engine.graph.capture import StepCapture
     from fabricamp.engine.graph.capture_consensus import CaptureConsensus
     from fabricamp.engine.graph.captured import CapturedStep
-    from fabricamp.engine.graph.host_effects import Generators
     from fabricamp.engine.graph.memory_budget import GraphMemoryBudget
     from fabricamp.engine.loop import FitParts
-    from fabricamp.engine.update import LossWeights, Update
-    from fabricamp.gradients.memory import GradientMemory, Presence
-    from fabricamp.metrics.replay import MetricCopies, MetricStates
-    from fabricamp.precision.base import Precision
-    from fabricamp.precision.step_results import StepResults
+    from fabricamp.engine.update import Update
 
 _LOG = logging.getLogger("fabricamp")
+_GIB: Final = 2**30
 
 REPEATED_STEPS: Final = 8
 """The number of further eager steps that may show a kernel that is not deterministic.
 
 Two steps with atomic sums often have the same bits: with flash attention's backward on an H200 one pair of a dozen had.
 """
+_MOST_STEPS: Final = 1 + REPEATED_STEPS + 1
+"""The most steps that a comparison runs beside the batch's own: eager ones, and the replay again."""
+_PASSES: Final = 4 * _MOST_STEPS
+"""About how often these read or write a copy of the state."""
+_LONG: Final = 2.0
+"""Seconds from which a comparison says before it begins how long it may take."""
+_SAMPLE: Final = 2**26
+"""Bytes by which the speed of copies and digests is measured."""
+_LEAST: Final = 2**20
+"""The fewest bytes that tell a speed."""
+_SPARE: Final = 2**27
+"""Bytes for the slices in which tensors are compared."""
+
+
+class GraphsDroppedError(NotCapturableError):
+    """The graphs were dropped within a comparison, and the state is as before: the step has to run eagerly."""
 
 
 class ReplayCheck:
-    """Runs replays of training and compares them with eager steps, on all ranks or on none."""
+    """Runs replays of training and compares them with eager steps, on all ranks or on none; ``say`` logs a line."""
 
     def __init__(
         self,
@@ -57,6 +68,7 @@ class ReplayCheck:
         capture: StepCapture,
         memory_budget: GraphMemoryBudget,
         consensus: CaptureConsensus,
+        say: Callable[[str], None],
     ) -> None:
         self._parts = parts
         self._eager = eager
@@ -64,6 +76,7 @@ class ReplayCheck:
         self._capture = capture
         self._memory_budget = memory_budget
         self._consensus = consensus
+        self._say = say
 
     def launch(
         self, step: CapturedStep, batch: Batch, run_eagerly: Callable[[], object], key: Key
@@ -73,9 +86,33 @@ class ReplayCheck:
         ``run_eagerly`` launches what the graph holds.  Returns None, or an error that names the first difference; the state is as
         before the replay then.
         """
-        metrics = self._parts.metrics
-        role = key[1]
-        state = ComparedState(
+        everywhere = self._consensus.all
+        state: ComparedState | None = None
+        refusal: NotCapturableError | None = None
+        try:
+            state = self._state_of(step)
+        except NotCapturableError as error:
+            refusal = error
+        if not everywhere(refusal is None) or state is None:
+            return refusal or NotCapturableError("a state of another rank cannot be compared")
+        free = self._memory_budget.free() - self._bytes_of_step(key) - _SPARE
+        copies = 2 if everywhere(2 * state.bytes <= free) else int(everywhere(state.bytes <= free))
+        if not copies:
+            _LOG.warning(
+                "the replay is not compared with an eager step: a copy of the state takes %.2f GiB, and %.2f GiB are free beside a "
+                "step; CudaGraph(compare=False) leaves the comparison out without this line",
+                state.bytes / _GIB,
+                max(free, 0) / _GIB,
+            )
+            step.launch(batch)
+            return None
+        self._say_if_long(state, step.steps * self._memory_budget.eager_seconds(key))
+        with self._memory_budget.left_out_of_peaks():
+            return self._compared(step, batch, run_eagerly, state, key, copies)
+
+    def _state_of(self, step: CapturedStep) -> ComparedState:
+        """Returns what ``step`` may write."""
+        return ComparedState(
             self._parts.module,
             self._parts.optimizers[0],
             self._parts.precision,
@@ -85,198 +122,171 @@ class ReplayCheck:
             memory=self._eager.summing_memory(),
             weights=self._eager.weights,
             written=step.written,
-            accumulates=role.accumulate > 1,
+            accumulates=step.role.accumulate > 1,
             handed=[parameter for parameter, _ in step.launched.handed],
         )
-        if not self._consensus.all(self._has_memory(state, key)):
-            _LOG.warning("the replay is not compared with an eager step: there is no memory for one")
-            step.launch(batch)
-            return None
-        step.restore_gradients()
-        logged = step.log_replay.table.bank.clone()
-        before = state.copy()
-        step.launch(batch)
-        muted = metrics.muted
-        metrics.muted = True
-        try:
-            difference = compare(state, before, run_eagerly, self._consensus.all)
-        finally:
-            metrics.muted = muted
-        if not difference:
-            step.show_gradients()
-            return None
-        step.log_replay.table.bank.copy_(logged)
-        return NotCapturableError(f"a replay differs bitwise from an eager step, first in {difference}")
 
-    def _has_memory(self, state: ComparedState, key: Key) -> bool:
-        """Whether there is memory for an eager step and the copies of ``state``, which are kept on the host if they fit there."""
-        role = key[1]
-        # In the graphs' memory an eager step takes no more than the gradients that the graph keeps there.
-        needed = self._capture.kept_bytes(role) if self._graphs.lends_to(role) else self._memory_budget.eager_bytes(key)
-        # Up to three copies: before the replay, after it, and after a first eager step.
-        copies = 3 * state.bytes
-        if copies <= free_host_memory() // self._parts.strategy.environment.local_world_size:
-            state.copies_on = torch.device("cpu")
-            needed += state.largest_bytes
+    def _compared(
+        self,
+        step: CapturedStep,
+        batch: Batch,
+        run_eagerly: Callable[[], object],
+        state: ComparedState,
+        key: Key,
+        copies: int,
+    ) -> NotCapturableError | None:
+        """Runs the replay and compares it; ``copies``: the number of copies of the state that fit into memory, 1 or 2."""
+        metrics = self._parts.metrics
+        muted = metrics.muted
+        bank = step.log_replay.table.bank
+        step.restore_gradients()
+        logged = bank.clone()
+        pool = OwnPool(self._graphs.stream.device)
+        replays = step.replays
+
+        def replay() -> None:
+            if step.replays > replays:  # the second time: an eager step has run in the graph's memory meanwhile
+                if not self._graphs.reclaim(step):
+                    raise GraphsDroppedError("a tensor of an eager step is kept in the graphs' memory")
+                bank.copy_(logged)
+            step.launch(batch)
+
+        def eager() -> None:
+            metrics.muted = True
+            try:
+                run_eagerly()
+            finally:
+                metrics.muted = muted
+
+        begun = time.perf_counter()
+        failure: NotCapturableError | None = None
+        found = Found("", 0, is_replayed=True)
+        try:
+            found = compare(state, replay, eager, self._consensus.all, pool.empty, copies=copies)
+        except GraphsDroppedError as error:
+            failure = error
+        used = pool.release()
+        if found.difference:
+            failure = NotCapturableError(f"a replay differs bitwise from an eager step, first in {found.difference}")
+        if failure is not None:
+            bank.copy_(logged)
+            return failure
+        if found.is_replayed:
+            step.show_gradients()
         else:
-            needed += copies
-        return self._memory_budget.has_free(needed)
+            step.adopt_gradients(state.parameters)
+        step.replays = replays + 1
+        if not replays:
+            seconds = time.perf_counter() - begun
+            eagerly = "an eager step" if found.steps == 1 else f"{found.steps} eager steps"
+            self._say(
+                f"CUDA graph: the first replay{key[1].in_words} was compared with {eagerly}, in {seconds:.1f} s and with "
+                f"{used / _GIB:.2f} GiB for copies of the state, which are given back"
+            )
+        return None
+
+    def _bytes_of_step(self, key: Key) -> int:
+        """Returns the bytes that an eager step takes."""
+        role = key[1]
+        # In the graphs' memory it takes no more than the gradients that the graph keeps there.
+        return self._capture.kept_bytes(role) if self._graphs.lends_to(role) else self._memory_budget.eager_bytes(key)
+
+    def _say_if_long(self, state: ComparedState, seconds_of_step: float) -> None:
+        """Says that the comparison may take long, before it begins, and how to leave it out."""
+        seconds = _MOST_STEPS * seconds_of_step
+        sample = state.sample
+        if sample is not None and sample.nbytes >= _LEAST:
+            seconds += _PASSES * state.bytes / self._rate(bytes_of(sample)[:_SAMPLE])
+        if seconds > _LONG:
+            self._say(
+                f"CUDA graph: a replay is compared with eager steps now, which may take {seconds:.0f} s; CudaGraph(compare=False) "
+                "leaves that out"
+            )
+
+    def _rate(self, sample: torch.Tensor) -> float:
+        """Returns the bytes a second that digests read."""
+        device = sample.device
+        digests([sample])  # which compiles the kernel
+        torch.cuda.synchronize(device)
+        begun = time.perf_counter()
+        digests([sample])
+        torch.cuda.synchronize(device)
+        return sample.nbytes / (time.perf_counter() - begun)
+
+
+class Comparable(Protocol):
+    """A state that :func:`compare` compares: a :class:`ComparedState`."""
+
+    def copy(self, allocate: Callable[[int], torch.Tensor], /) -> object:
+        """Returns a copy, in memory from ``allocate``."""
+        ...
+
+    def put_back(self, copies: object, /) -> None:
+        """Restores the state from a copy."""
+        ...
+
+    def digests(self) -> object:
+        """Returns digests."""
+        ...
+
+    def difference(self, earlier: object, /) -> str:
+        """Returns the name of what differs from a copy or from digests; empty for nothing."""
+        ...
+
+
+class Found(NamedTuple):
+    """What a comparison has found: the first difference, the eager steps that it ran, and which step the state is that of."""
+
+    difference: str
+    """Empty for none; else the state is that before the replay."""
+    steps: int
+    is_replayed: bool
+    """Whether a replay has written the state; else an eager step has, to the same bits."""
 
 
 def compare(
-    state: ComparedState, before: StateCopies, eager: Callable[[], object], everywhere: Callable[[bool], bool]
-) -> str:
-    """Returns the first difference between the replay that has run and an ``eager`` step from ``before``; empty for none.
+    state: Comparable,
+    replay: Callable[[], None],
+    eager: Callable[[], None],
+    everywhere: Callable[[bool], bool],
+    allocate: Callable[[int], torch.Tensor],
+    *,
+    copies: int,
+) -> Found:
+    """Runs a ``replay`` and an ``eager`` step from the same state, and returns the first difference.
 
     If eager steps differ from each other, too, the step's kernels are not deterministic; then no difference is reported.
-    ``everywhere`` returns whether a flag is set on all ranks, so that all ranks run the same number of eager steps.  Afterwards the
-    state is that after the replay, or ``before`` if the replay is wrong on any rank.
+    ``everywhere`` returns whether a flag is set on all ranks, so that all ranks run the same steps.
+
+    With two ``copies`` of the state (before, and replayed) bits are compared, and the run goes on from the replayed one.  With one
+    copy digests are.  If they are equal, so are the states; else the replay is made again after the eager steps, so that weights
+    belong to the loss that is logged.
     """
-    replayed = state.copy()
+    before = state.copy(allocate)
+    replay()
+    replayed = state.copy(allocate) if copies > 1 else state.digests()
     state.put_back(before)
     eager()
+    steps = 1
     difference = state.difference(replayed)
     agreed = everywhere(not difference)
+    if agreed and copies == 1:
+        return Found("", steps, is_replayed=False)
     if not agreed:
-        first = state.copy()
-        for _ in range(REPEATED_STEPS):
+        first = state.digests()
+        while not agreed and steps <= REPEATED_STEPS:
             state.put_back(before)
             eager()
+            steps += 1
             if difference and state.difference(first):
                 difference = ""
             agreed = everywhere(not difference)
-            if agreed:
-                break
-    if agreed:
+    if not agreed:
+        state.put_back(before)
+        return Found(difference or "a value of another rank", steps, is_replayed=False)
+    if copies > 1:
         state.put_back(replayed)
-        return ""
-    state.put_back(before)
-    return difference or "a value of another rank"
-
-
-class ComparedState:
-    """All that a step writes: weights, buffers, metric and optimizer states, loss scale, step status, the device's generators.
-
-    ``written``: other tensors that it writes to, by name.  With ``accumulates``, also the gradients of an accumulation in progress,
-    in ``.grad`` or in ``memory``.  ``handed``: parameters whose ``.grad`` the step writes for an optimizer that steps after it.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        precision: Precision,
-        device: torch.device,
-        metric_states: MetricStates,
-        generators: Generators,
-        *,
-        written: Mapping[str, Tensor] | None = None,
-        memory: GradientMemory | None = None,
-        weights: LossWeights | None = None,
-        accumulates: bool = False,
-        handed: Sequence[Tensor] = (),
-    ) -> None:
-        tensors = {**(written or {}), **dict(_named_tensors(module, optimizer, precision.verdicts))}
-        if weights is not None:
-            tensors["the weight of the losses"] = weights.total
-            tensors["the mean weight of the losses"] = weights.reference
-        if memory is not None:
-            tensors |= {f"sums of gradients {number}": sums for number, sums in enumerate(memory.tensors)}
-        parts = {name: local(tensor) for name, tensor in tensors.items()}
-        self._tensors = {name: part for name, part in parts.items() if part.device == device}
-        self._parameters = list(dict.fromkeys([*(module.parameters() if accumulates else ()), *handed]))
-        self._precision = precision
-        self._memory = memory
-        self._metric_states = metric_states
-        self._generators = generators
-        self.copies_on = device
-        """The device of the copies.  On the host they take no memory of the GPU, where a state may be as large as a step."""
-
-    @property
-    def bytes(self) -> int:
-        """The number of bytes that a copy takes."""
-        return sum(self._sizes())
-
-    @property
-    def largest_bytes(self) -> int:
-        """The number of bytes of the largest tensor: a copy on the host is compared tensor by tensor on the device."""
-        return max(self._sizes(), default=0)
-
-    def _sizes(self) -> Iterator[int]:
-        return (local(one).nbytes for one in (*self._tensors.values(), *self._parameters))
-
-    def copy(self) -> StateCopies:
-        """Returns copies of everything, on ``copies_on``; those of metric states and generators stay on their device."""
-        return StateCopies(
-            {name: self._copied(tensor) for name, tensor in self._tensors.items()},
-            [
-                (one, one.grad, None if one.grad is None else self._copied(local_gradient(one)))
-                for one in self._parameters
-            ],
-            None if self._memory is None else self._memory.presence,
-            self._metric_states.copy(),
-            self._generators.states(),
-        )
-
-    def _copied(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().to(self.copies_on, copy=True)
-
-    @torch.no_grad()
-    def put_back(self, copies: StateCopies) -> None:
-        """Restores the state from ``copies``."""
-        for name, tensor in self._tensors.items():
-            tensor.copy_(copies.tensors[name])
-        # Masters were written with their weights: taken for an edit, they would be rounded again, within the graphs' memory.
-        self._precision.note_restored_weights()
-        for parameter, gradient, values in copies.gradients:
-            parameter.grad = gradient
-            if gradient is not None and values is not None:
-                local(gradient).copy_(values)
-        if self._memory is not None and copies.presence is not None:
-            self._memory.presence = copies.presence
-        self._metric_states.put_back(copies.metrics)
-        self._generators.put_back(copies.generators)
-
-    def difference(self, copies: StateCopies) -> str:
-        """Returns the name of the first tensor or generator that differs from ``copies`` in any bit; empty if none does."""
-        for name, tensor in self._tensors.items():
-            if not same_bits(tensor, copies.tensors[name]):
-                return name
-        for number, (parameter, _, values) in enumerate(copies.gradients):
-            if (parameter.grad is None) != (values is None):
-                return f"whether parameter {number} has a gradient"
-            gradient = local_gradient(parameter)
-            if gradient is not None and values is not None and not same_bits(gradient, values):
-                return f"the gradient of parameter {number}"
-        if changed := self._metric_states.difference(copies.metrics):
-            return changed
-        return "" if self._generators.are(copies.generators) else "the state of a random generator on the device"
-
-
-class StateCopies(NamedTuple):
-    """Copies of all that a step may write."""
-
-    tensors: dict[str, Tensor]
-    gradients: list[tuple[Tensor, Tensor | None, Tensor | None]]
-    """(parameter, its ``.grad``, a copy of its ``.grad``) for each parameter."""
-    presence: Presence | None
-    metrics: MetricCopies
-    generators: list[Tensor]
-
-
-def _named_tensors(
-    module: nn.Module, optimizer: Optimizer, verdicts: StepResults | None
-) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    number = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            name = names.get(id(parameter), f"master {number}")
-            yield name, parameter
-            state = optimizer.state.get(parameter, {})
-            yield from ((f"{key} of {name}", value) for key, value in state.items() if isinstance(value, Tensor))
-            number += 1
-    if verdicts is not None:
-        yield from ((f"the loss scaler's {key}", tensor) for key, tensor in verdicts.scaler.tensors.items())
+    else:
+        state.put_back(before)
+        replay()
+    return Found("", steps, is_replayed=True)

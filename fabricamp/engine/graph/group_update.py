@@ -27,6 +27,7 @@ from fabricamp.engine.entries import CallbackHolds
 from fabricamp.engine.graph.batches import BatchIndex, Role, copied, signature
 from fabricamp.engine.graph.capture_errors import reason_of_failure
 from fabricamp.engine.graph.captured import CapturedGroup, Launched, hyperparameter_upload
+from fabricamp.engine.graph.comparison import GraphsDroppedError
 from fabricamp.engine.graph.host_effects import MOST_CAPTURES_IN_A_ROW
 from fabricamp.engine.graph.lr_table import LrTable
 from fabricamp.engine.graph.refusals import BATCH_HOOKS, step_hooks
@@ -129,13 +130,16 @@ class GroupUpdate:
             return False
         every = self._options.check_every
         difference = None
-        if group.replays == 0 or (every and group.replays % every == 0):
+        is_first = group.replays == 0
+        if (is_first and self._options.compare) or (every and group.replays % every == 0):
             run_eagerly = partial(self._run_each_eagerly, group, batches, batch_idx)
             difference = self._single.check.launch(group, views, run_eagerly, key)
         else:
             group.launch(views)
         if group.lr_table is not None:
             group.lr_table.restore()
+        if isinstance(difference, GraphsDroppedError):
+            return False
         if difference is not None:
             self._launch_singly(str(difference))
             return False

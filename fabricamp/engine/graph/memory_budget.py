@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import contextlib
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
@@ -10,17 +10,11 @@ import torch
 from fabricamp.errors import NotCapturableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Iterator
 
     from fabricamp.state import RunState
 
 _GIB: Final = 2**30
-_MEMINFO: Final = Path("/proc/meminfo")
-_CONTAINER_LIMITS: Final = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
-)
-"""Limit and use of control groups, versions 2 and 1."""
 Result = TypeVar("Result")
 
 
@@ -41,25 +35,54 @@ class GraphMemoryBudget:
         self._state = state
         self._required = required
         self._eager_bytes: dict[Hashable, int] = {}
+        self._eager_events: dict[Hashable, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+        """Before and after the eager step that was measured."""
 
     def measured(self, key: Hashable, call: Callable[[], Result]) -> Result:
-        """Returns the result of ``call``, an eager step with ``key``, and records its peak of allocated memory."""
-        state = self._state
+        """Returns the result of ``call``, an eager step with ``key``; records its peak of allocated memory, and its time."""
         device = self._device
-        state.peak_bytes = max(state.peak_bytes, torch.cuda.max_memory_allocated(device))
+        self._note_peak()
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
         result = call()
+        end.record()
         self._eager_bytes[key] = torch.cuda.max_memory_allocated(device) - before
+        self._eager_events[key] = begin, end
         return result
+
+    def _note_peak(self) -> None:
+        """Keeps the peak so far, which torch forgets at a reset."""
+        state = self._state
+        state.peak_bytes = max(state.peak_bytes, torch.cuda.max_memory_allocated(self._device))
+
+    @contextlib.contextmanager
+    def left_out_of_peaks(self) -> Iterator[None]:
+        """A context that leaves the memory which is taken and freed within it out of later peaks."""
+        self._note_peak()
+        try:
+            yield
+        finally:
+            torch.cuda.reset_peak_memory_stats(self._device)
 
     def eager_bytes(self, key: Hashable) -> int:
         """Returns the bytes that an eager step with ``key`` takes; 0 if none was measured."""
         return self._eager_bytes.get(key, 0)
 
-    def has_free(self, size: int) -> bool:
-        """Whether more than ``size`` bytes are free."""
-        return size < free_memory(self._device)
+    def eager_seconds(self, key: Hashable) -> float:
+        """Returns the seconds that an eager step with ``key`` takes, waiting for its end; 0 if none was measured."""
+        events = self._eager_events.get(key)
+        if events is None:
+            return 0.0
+        begin, end = events
+        end.synchronize()
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds / 1e3
+
+    def free(self) -> int:
+        """Returns the bytes that are free, torch's cache included, which is emptied."""
+        return free_memory(self._device)
 
     def check(self, key: Hashable, *, kept: int = 0, shared: int = 0, shapes: int = 0, lends: bool = False) -> None:
         """Raises :class:`GraphMemoryError` if a graph of ``key`` would not fit.
@@ -80,18 +103,6 @@ class GraphMemoryBudget:
             f"a graph of the step would take {_amount(needed)}{more}, and {_amount(free)} of {self._device} are free; give a "
             f"smaller batch{fewer}"
         )
-
-
-def free_host_memory() -> int:
-    """Returns the bytes of the host's memory that are free, at most what the limit of a container leaves; 0 if it is unknown."""
-    free = 0
-    if _MEMINFO.exists():
-        sizes = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
-        free = 1024 * int(sizes["MemAvailable"].split()[0])
-    for limit, used in _CONTAINER_LIMITS:
-        if limit.exists() and limit.read_text().strip() != "max":
-            free = min(free, max(int(limit.read_text()) - int(used.read_text()), 0))
-    return free
 
 
 def free_memory(device: torch.device) -> int:

@@ -44,7 +44,7 @@ from fabricamp.engine.graph.capture import StepCapture
 from fabricamp.engine.graph.capture_consensus import CaptureConsensus, Stage
 from fabricamp.engine.graph.capture_errors import reason_of_failure
 from fabricamp.engine.graph.captured import kept_gradient
-from fabricamp.engine.graph.comparison import ReplayCheck
+from fabricamp.engine.graph.comparison import GraphsDroppedError, ReplayCheck
 from fabricamp.engine.graph.fallback import EagerFallback
 from fabricamp.engine.graph.host_effects import FEWEST_EAGER_CALLS, MOST_CAPTURES_IN_A_ROW, StepWatch
 from fabricamp.engine.graph.memory_budget import GraphMemoryError
@@ -110,7 +110,9 @@ class GraphUpdate:
             session.run_context,
             summary.say,
         )
-        self.check = ReplayCheck(parts, eager, self.graphs, self.capture, self._memory_budget, self._consensus)
+        self.check = ReplayCheck(
+            parts, eager, self.graphs, self.capture, self._memory_budget, self._consensus, summary.say
+        )
         self._captures_in_a_row = 0
         self.graphs.on_drop = self._warmup.begin_again
 
@@ -163,8 +165,8 @@ class GraphUpdate:
             # 3: all ranks make the first captures at the same batch, and compare them.  Later each rank captures by itself,
             # without a comparison: its eager step would exchange gradients with ranks that make none.
             if all_ready or (self._consensus.ended and self._warmup.is_over(key)):
-                compares = all_ready or self._consensus.alone
-                return self._run_captured(key, batch, batch_idx, last, compares=compares)
+                together = all_ready or self._consensus.alone
+                return self._run_captured(key, batch, batch_idx, last, together=together)
             # 2: too few such batches so far, too many shapes, too little memory, or gradients of other parameters than captured.
             return self._run_watched(key, batch, batch_idx)
         self._captures_in_a_row = 0
@@ -299,8 +301,8 @@ class GraphUpdate:
 
     # -- 3: a capture and its first replay ---------------------------------------------------------------------------------------
 
-    def _run_captured(self, key: Key, batch: Batch, batch_idx: int, last: bool, *, compares: bool) -> Output:
-        """Captures the micro-batch and runs it as the first replay; ``compares``, equal on all ranks, checks that replay."""
+    def _run_captured(self, key: Key, batch: Batch, batch_idx: int, last: bool, *, together: bool) -> Output:
+        """Captures the micro-batch and runs it as the first replay; ``together`` with all ranks, which then compare that replay."""
         view = self.view(batch)
         step: CapturedStep | None = None
         failure: Exception | None = None
@@ -310,10 +312,10 @@ class GraphUpdate:
         except Exception as error:  # noqa: BLE001 - a step may raise anything; reported or raised by _run_instead
             failure = error
         # If one rank cannot capture, no rank replays: the comparison exchanges gradients once more, on all ranks or on none.
-        if compares and not self._consensus.all(failure is None):
+        if together and not self._consensus.all(failure is None):
             failure = failure or NotCapturableError("another rank cannot capture its step")
         if step is not None and failure is None:
-            if compares:
+            if together and self.options.compare:
                 run_eagerly = partial(self.capture.launch, batch, batch_idx, key[1], lends=True)
                 failure = self.check.launch(step, view, run_eagerly, key)
             else:
@@ -327,6 +329,9 @@ class GraphUpdate:
 
     def _run_instead(self, why: Exception, batch: Batch, batch_idx: int, last: bool, key: Key) -> Output:
         """Runs a micro-batch eagerly after a failed capture or a wrong replay, whose effects the caller has undone."""
+        if isinstance(why, GraphsDroppedError):
+            self._parts.strategy.note_window(begun=not key[1].opens)
+            return self._run_watched(key, batch, batch_idx)
         # Once the ranks capture by themselves, a graph that does not fit leaves those of other shapes alone.
         others_stay = bool(self.graphs.steps) and self._consensus.ended
         if isinstance(why, GraphMemoryError) and others_stay and not self.options.required:
