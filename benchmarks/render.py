@@ -378,7 +378,8 @@ def compiled_blocks(rows, ratios):
         '`compile="blocks"` and everything on, "fabricamp fp8 blocks" with\n`Float8("tensorwise", all_gather=True)`. GPU ms of a '
         'step: the median of seven windows of steps, with quartiles; ratios to\n"compiled" are those of the medians, with the '
         'range that the quartiles give. A way is one run; ways do not alternate. Steps of a way that ends with "graph" are '
-        "replayed as CUDA\ngraphs; its memory is what torch has reserved, else the peak of what was allocated."
+        "replayed as CUDA\ngraphs, without the comparison of the first replay with an eager step; its memory is what torch has "
+        "reserved, else the peak of\nwhat was allocated."
     )
     over = {(row["network"], row["way"]): row for row in ratios}
     cells = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 
 import pytest
 import torch
@@ -53,7 +54,12 @@ class Graph(TorchDispatchMode):
         if function.is_view:
             return function(*args, **kwargs)
         # With copies, because some operations write what they do not say: batch normalization its running statistics.
-        results = function(*tree_map_only(torch.Tensor, torch.Tensor.clone, args), **kwargs)
+        # What an operation of the package launches is a part of it, and its memory is gone when it returns.
+        Graph.now = None
+        try:
+            results = function(*tree_map_only(torch.Tensor, torch.Tensor.clone, args), **kwargs)
+        finally:
+            Graph.now = self
         outputs = _tensors(results)
 
         def run():
@@ -81,18 +87,34 @@ def _beside(device):
 
 
 def _recorded(compile_it):
-    def compile_for_capture(*given):
-        launch = compile_it(*given)
+    def compile_for_capture(text, function, *given):
+        launch = compile_it(text, function, *given)
+        types = bridge.parameter_types(text, function)
 
-        def run(*arguments):
+        def run(blocks, threads, arguments, stream):
             if Graph.now is None:
-                launch(*arguments)
-            else:
-                Graph.now.nodes.append(lambda: launch(*arguments))
+                launch(blocks, threads, arguments, stream)
+                return
+            kept = _as_now(arguments, types)
+            Graph.now.nodes.append(lambda: launch(blocks, threads, ctypes.addressof(kept[0]), stream))
 
         return run
 
     return compile_for_capture
+
+
+def _as_now(arguments, types):
+    """Returns a copy of the addresses of a launch's arguments, and of the numbers there: their memory is that of later launches.
+
+    Structures are by themselves, and stay.
+    """
+    addresses = (ctypes.c_void_p * len(types)).from_buffer_copy((ctypes.c_void_p * len(types)).from_address(arguments))
+    values = (ctypes.c_uint64 * len(types))()
+    for index, kind in enumerate(types):
+        if kind in ("pointer", "int64", "double"):
+            values[index] = ctypes.c_uint64.from_address(addresses[index]).value
+            addresses[index] = ctypes.addressof(values) + 8 * index
+    return addresses, values
 
 
 class CudaGraph:

@@ -264,7 +264,7 @@ class CapturedStep(Captured):
 
     @torch.no_grad()
     def adopt_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """As :meth:`show_gradients`, after an eager step of the same bits that has left the gradients of ``parameters`` elsewhere."""
+        """As :meth:`show_gradients`, after an eager step of the same bits, whose gradients of ``parameters`` are elsewhere."""
         own = dict(zip(self._parameters, self._gradients, strict=True)) | dict(self.launched.handed)
         for parameter in parameters:
             gradient = own.get(parameter)
