@@ -122,6 +122,9 @@ class Table:
         self._dtypes: list[torch.dtype] = []
         self._devices: list[int] = []
         self._last_tuple: tuple[Tensor | None, ...] | None = None
+        self._held = np.zeros(0, np.int64)
+        self._whole: dict[int, Tensor] = {}
+        """The addresses of column 0 in captured matrices without held rows, by the number of the capture."""
 
         self._uploaded = lasting_memory(self._lines.shape, torch.int64, device)
         upload(self._lines, self._uploaded)
@@ -262,6 +265,7 @@ class Table:
         self._columns[0] = list(gradients)
         self._set_addresses(0)
         self._describe()
+        self._lines[_COLUMNS, self._held] = 0
         self._columns[0] = []  # the table keeps no gradient alive
         if self._eager is None:
             upload(self._lines[_CHANGING], self._uploaded[_CHANGING])
@@ -285,6 +289,7 @@ class Table:
         if (self._lines[_SIZE][without_address] > 0).any():
             raise ValueError("a tensor with elements has no memory of its own: it is a DTensor, or another wrapper")
         column[without_address] = _ALIGNMENT
+        column[self._held] = 0
         self._lines[_COLUMNS] = column
         aligned = self._others_aligned & (column % _ALIGNMENT == 0)
         self._lines[_INFO] = self._kinds_and_groups | (aligned.astype(np.int64) << 8)
@@ -298,6 +303,20 @@ class Table:
             self.has_dense_copies = any(self._dense_copies)
             self._pointers = []
             self._dtypes = []
+
+    def hold(self, rows: Sequence[int]) -> None:
+        """Makes kernels skip these rows, as if they had no gradient, in eager launches and in replays, until the next call."""
+        self._held = np.asarray(rows, np.int64)
+        for number, matrix in enumerate(self.captured):
+            addresses = self._whole.setdefault(number, matrix[_COLUMNS].clone()).clone()
+            addresses[torch.from_numpy(self._held).to(self.device)] = 0
+            matrix[_COLUMNS].copy_(addresses)
+        if not rows:
+            self._whole.clear()
+        # The next refresh reads everything again.
+        self._pointers = []
+        self._dtypes = []
+        self._last_tuple = None
 
     # -- scalars ---------------------------------------------------------------------------------------------------------------
 

@@ -397,6 +397,11 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         """The tables that a step's kernels work on, one per device; empty where the torch references run."""
         return [part.table for part in self._parts or () if part.table is not None]
 
+    @property
+    def device_rows(self) -> Sequence[DeviceParams]:
+        """The rows of each device; empty before the first step."""
+        return self._parts or ()
+
     def own_state(self, device: torch.device) -> ops.StepState:
         """Returns the optimizer's own step state, for steps without a loss scaler; its scale is 1."""
         if self._own_state is None or self._own_state.words.device != device:

@@ -88,6 +88,11 @@ class DeviceParams:
         own = (column[row] for column in (*self._states, *self._cells))
         return target is self._parameters[row] and all(map(operator.is_, own, state))
 
+    def written_by(self, row: int) -> list[Tensor]:
+        """Returns what an update writes of ``row``: its parameter, its state tensors and cells, and its copy."""
+        columns = (self._parameters, *self._states, *self._cells, self._copies)
+        return [column[row] for column in columns if column[row] is not None]
+
     def take(self, values: Sequence[Value]) -> Sequence[Value]:
         """Returns the values for these rows, from ``values`` with one entry per parameter of the optimizer."""
         return values if len(values) == len(self.indices) else [values[index] for index in self.indices]

@@ -161,9 +161,6 @@ def test_several_steps_a_launch_under_a_schedule(steps, copies, precision, card,
         assert card.events.count("capture") == 2
 
 
-# -- wrong replays -----------------------------------------------------------------------------------------------------------------
-
-
 class Wrong(Net):
     """Computes something else while it is captured."""
 
@@ -174,6 +171,120 @@ class Wrong(Net):
     def training_step(self, batch, batch_idx):
         outputs = super().training_step(batch, batch_idx)
         return {**outputs, "loss": outputs["loss"] * (1.5 if self.card[0].is_capturing else 1)}
+
+
+# -- where no copy of the state fits ---------------------------------------------------------------------------------------------
+
+
+class Deep(Net):
+    """Has weights of about the same size."""
+
+    def __init__(self, optimizer="FusedAdam"):
+        super().__init__(optimizer)
+        torch.manual_seed(1)
+        middle = [nn.Linear(16, 16) for _ in range(6)]
+        self.net = nn.Sequential(nn.Linear(8, 16), *middle, nn.BatchNorm1d(16), nn.Linear(16, 3))
+
+
+@pytest.fixture
+def sliced(card, taken):
+    """Returns a function that leaves memory for a part of a copy of the state of such a fit."""
+
+    def limit(part, make, **options):
+        fit(CudaGraph(warmup=4, required=False), make(), **options)
+        gradients = sum(one.nbytes for one in make().parameters()) * (1 + (options["accumulate_grad_batches"] > 1))
+        card.free = comparison._SPARE + gradients + int(part * max(taken))
+        taken.clear()
+        card.events.clear()
+
+    return limit
+
+
+SLICED = (["FusedAdam", "FusedLAMB", "FusedSGD", "LARC", "AdamW"], ["O0", "O1", "O5"], [1, 3], [0, 3])
+
+
+@pytest.mark.parametrize(("optimizer", "precision", "accumulate", "check_every"), pairs(*SLICED))
+def test_an_update_is_compared_in_slices(optimizer, precision, accumulate, check_every, card, taken, sliced, caplog):
+    caplog.set_level(logging.INFO, logger="fabricamp")
+    options = {"precision": precision, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
+    sliced(0.5 if accumulate == 1 else 0.9, lambda: Deep(optimizer), **options)
+    whole = card.free - comparison._SPARE
+    caplog.clear()
+    eager = fit(None, Deep(optimizer), **options)
+    graphed = fit(CudaGraph(warmup=4, check_every=check_every), Deep(optimizer), **options)
+    assert_same(eager, graphed)
+    assert "is not compared" not in caplog.text
+    assert "was compared with" in caplog.text
+    assert max(taken) < whole
+    if optimizer == "AdamW":  # steps after the replay
+        assert "parts of the update" not in caplog.text
+        assert len(taken) >= card.events.count("capture")
+    elif accumulate == 1:
+        assert "parts of the update one by one, in" in caplog.text
+        assert len(taken) > card.events.count("capture")
+
+
+@pytest.mark.parametrize(("optimizer", "accumulate"), [("FusedAdam", 1), ("FusedSGD", 1), ("AdamW", 1), ("AdamW", 2)])
+def test_a_wrong_replay_is_found_in_a_slice_before_any_weight_is_lost(optimizer, accumulate, card, sliced):
+    class WrongDeep(Deep):
+        def training_step(self, batch, batch_idx):
+            outputs = super().training_step(batch, batch_idx)
+            return {**outputs, "loss": outputs["loss"] * (1.5 if card.is_capturing else 1)}
+
+    options = {"accumulate_grad_batches": accumulate}
+    sliced(0.5 if accumulate == 1 else 0.9, lambda: Deep(optimizer), **options)
+    eager = fit(None, WrongDeep(optimizer), **options)
+    graphed = fit(CudaGraph(warmup=4, required=False), WrongDeep(optimizer), **options)
+    assert_same(eager, graphed)
+    assert "a replay differs bitwise from an eager step, first in" in graphed.why_eager
+
+
+def test_several_steps_a_launch_are_compared_in_slices(card, taken, sliced, caplog):
+    caplog.set_level(logging.INFO, logger="fabricamp")
+    options = {"accumulate_grad_batches": 1, "log_every_n_steps": 8}
+    sliced(0.5, Deep, **options)
+    eager = fit(None, Deep(), **options)
+    assert_same(eager, fit(CudaGraph(warmup=4, steps=4), Deep(), **options))
+    assert caplog.text.count("parts of the update one by one") == 2
+
+
+def test_an_update_that_cannot_be_left_out_is_told(card, sliced, caplog):
+    sliced(0.5, lambda: Deep("SGD"), accumulate_grad_batches=1)
+    assert_same(fit(None, Deep("SGD")), fit(CudaGraph(warmup=4), Deep("SGD")))
+    (line,) = (record.message for record in caplog.records if "is not compared" in record.message)
+    assert line.startswith(
+        "the replay is not compared with an eager step: a copy of the state takes 0.00 GiB, and 0.00 GiB are free"
+    )
+    assert "no part of SGD's update can be left out of a replay; those of FusedAdam and its like can" in line
+    assert line.endswith("CudaGraph(compare=False) leaves that out without this line")
+
+
+def test_a_step_that_writes_weights_itself_is_an_error_where_no_copy_fits(card, sliced):
+    class Clamps(Deep):
+        def training_step(self, batch, batch_idx):
+            with torch.no_grad():
+                self.net[2].weight.mul_(1.01)
+            return super().training_step(batch, batch_idx)
+
+    options = {"accumulate_grad_batches": 1}
+    sliced(2.5, Clamps, **options)
+    assert_same(fit(None, Clamps(), **options), fit(CudaGraph(warmup=4), Clamps(), **options))
+    card.free -= int(2 * (card.free - comparison._SPARE) / 3)
+    with pytest.raises(
+        ConfigError, match=r"a step writes net.2.weight otherwise than by the optimizer, .*compare=False"
+    ):
+        fit(CudaGraph(warmup=4, required=False), Clamps(), **options)
+
+
+def test_graphs_are_captured_again_if_their_memory_is_kept_between_slices(card, sliced, caplog):
+    sliced(0.5, Deep, accumulate_grad_batches=1)
+    eager = fit(None, Deep())
+    card.keeps = True
+    assert_same(eager, fit(CudaGraph(warmup=4), Deep()))
+    assert card.events.count("capture") == 2
+
+
+# -- wrong replays -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from fabricamp.ops.tensors import differing, same_bits
 from fabricamp.torch_private import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -61,13 +61,16 @@ class ComparedState:
         accumulates: bool = False,
         handed: Sequence[Tensor] = (),
     ) -> None:
-        tensors = {**(written or {}), **dict(_named_tensors(module, optimizer, precision.verdicts))}
+        updated = dict(_updated_tensors(module, optimizer))
+        tensors = {**(written or {}), **updated, **dict(_other_tensors(module, precision.verdicts))}
         if weights is not None:
             tensors["the weight of the losses"] = weights.total
             tensors["the mean weight of the losses"] = weights.reference
         if memory is not None:
             tensors |= {f"sums of gradients {number}": sums for number, sums in enumerate(memory.tensors)}
-        parts = dict(part for name, tensor in tensors.items() for part in _plain(name, tensor))
+        parts = _parts_of(tensors)
+        self._updated = [name for name, part in _parts_of(updated).items() if part.device == device]
+        self._left_out: frozenset[str] = frozenset()
         self._tensors = {name: part for name, part in parts.items() if part.device == device}
         self._elsewhere = {name: part for name, part in parts.items() if part.device != device}
         self._counts_writes = sum(part.nbytes for part in self._elsewhere.values()) > _MOST_ELSEWHERE
@@ -82,8 +85,17 @@ class ComparedState:
     @property
     def bytes(self) -> int:
         """The number of bytes that a copy takes on the device; those of metric states and generators are not counted."""
+        tensors = [tensor for name, tensor in self._tensors.items() if name not in self._left_out]
         gradients = [local(one) if one.grad is None else local_gradient(one) for one in self.parameters]
-        return sum(map(_room, [*self._tensors.values(), *gradients]))
+        return sum(map(_room, [*tensors, *gradients]))
+
+    def bytes_with(self, updated: Iterable[Tensor]) -> int:
+        """Returns the bytes of a copy that has only these of weights and optimizer state."""
+        self.leave_out(but=updated)
+        try:
+            return self.bytes
+        finally:
+            self._left_out = frozenset()
 
     @property
     def sample(self) -> Tensor | None:
@@ -100,12 +112,28 @@ class ComparedState:
         }
         return {**self._tensors, **gradients}
 
+    # -- parts, where a copy of all does not fit into memory -----------------------------------------------------------------------
+
+    def leave_out(self, *, but: Iterable[Tensor]) -> None:
+        """Leaves weights and optimizer state but these out of copies from here on; digests and differences know all of them."""
+        kept = {one.data_ptr() for one in but}
+        self._left_out = frozenset(name for name in self._updated if self._tensors[name].data_ptr() not in kept)
+
+    def updated_digests(self) -> Tensor:
+        """Returns digests of weights and optimizer state."""
+        return digests([self._tensors[name] for name in self._updated])
+
+    def updated_since(self, earlier: Tensor) -> str:
+        """Returns the name of the first of these tensors that is not as in ``earlier``; empty if all are.  Waits for the device."""
+        flags = (self.updated_digests() != earlier).any(1).tolist()
+        return next((name for name, flag in zip(self._updated, flags, strict=True) if flag), "")
+
     # -- copies --------------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def copy(self, allocate: Callable[[int], Tensor]) -> StateCopies:
         """Returns copies of everything: of what is on the device in memory from ``allocate``, which gets a number of bytes."""
-        tensors = self._present()
+        tensors = {name: tensor for name, tensor in self._present().items() if name not in self._left_out}
         flat = allocate(sum(map(_room, tensors.values())))
         copies = {}
         begin = 0
@@ -132,8 +160,8 @@ class ComparedState:
         for parameter, gradient in copies.gradients:
             parameter.grad = gradient
         tensors = self._present()
-        if tensors:
-            torch._foreach_copy_(list(tensors.values()), [copies.tensors[name] for name in tensors])
+        if copies.tensors:
+            torch._foreach_copy_([tensors[name] for name in copies.tensors], list(copies.tensors.values()))
         # Masters were written with their weights: taken for an edit, they would be rounded again, within the graphs' memory.
         self._precision.note_restored_weights()
         beside = copies.beside
@@ -207,11 +235,9 @@ class StateDigests(NamedTuple):
     beside: CopiesBeside
 
 
-def _named_tensors(
-    module: nn.Module, optimizer: Optimizer, verdicts: StepResults | None
-) -> Iterator[tuple[str, Tensor]]:
+def _updated_tensors(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Yields weights and optimizer state by name."""
     yield from module.named_parameters()
-    yield from module.named_buffers()
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     number = 0
     for group in optimizer.param_groups:
@@ -221,8 +247,17 @@ def _named_tensors(
             state = optimizer.state.get(parameter, {})
             yield from ((f"{key} of {name}", value) for key, value in state.items() if isinstance(value, Tensor))
             number += 1
+
+
+def _other_tensors(module: nn.Module, verdicts: StepResults | None) -> Iterator[tuple[str, Tensor]]:
+    """Yields buffers and the state of the loss scaler by name."""
+    yield from module.named_buffers()
     if verdicts is not None:
         yield from ((f"the loss scaler's {key}", tensor) for key, tensor in verdicts.scaler.tensors.items())
+
+
+def _parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return dict(part for name, tensor in tensors.items() for part in _plain(name, tensor))
 
 
 def _plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
@@ -14,12 +15,13 @@ import torch
 
 from fabricamp.engine.graph.compared_state import ComparedState
 from fabricamp.engine.graph.memory_pool import OwnPool
-from fabricamp.errors import NotCapturableError
+from fabricamp.engine.graph.update_slices import UpdateSlices
+from fabricamp.errors import ConfigError, NotCapturableError
 from fabricamp.ops.digests import digests
 from fabricamp.ops.layouts import bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from fabricamp._utils.types import Batch
     from fabricamp.engine.graph.batches import Key
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from fabricamp.engine.graph.capture_consensus import CaptureConsensus
     from fabricamp.engine.graph.captured import CapturedStep
     from fabricamp.engine.graph.memory_budget import GraphMemoryBudget
+    from fabricamp.engine.graph.update_slices import Row
     from fabricamp.engine.loop import FitParts
     from fabricamp.engine.update import Update
 
@@ -49,6 +52,8 @@ _SAMPLE: Final = 2**26
 """Bytes by which the speed of copies and digests is measured."""
 _LEAST: Final = 2**20
 """The fewest bytes that tell a speed."""
+_MOST_SLICES: Final = 64
+"""The most slices of an update, each of which takes a replay and an eager step."""
 _SPARE: Final = 2**27
 """Bytes for the slices in which tensors are compared."""
 
@@ -96,19 +101,18 @@ class ReplayCheck:
         if not everywhere(refusal is None) or state is None:
             return refusal or NotCapturableError("a state of another rank cannot be compared")
         free = self._memory_budget.free() - self._bytes_of_step(key) - _SPARE
-        copies = 2 if everywhere(2 * state.bytes <= free) else int(everywhere(state.bytes <= free))
-        if not copies:
+        plan = self._plan(step, state, free)
+        if plan.why_not:
             _LOG.warning(
-                "the replay is not compared with an eager step: a copy of the state takes %.2f GiB, and %.2f GiB are free beside a "
-                "step; CudaGraph(compare=False) leaves the comparison out without this line",
-                state.bytes / _GIB,
-                max(free, 0) / _GIB,
+                "the replay is not compared with an eager step: %s; CudaGraph(compare=False) leaves that out without this line",
+                plan.why_not,
             )
             step.launch(batch)
             return None
-        self._say_if_long(state, step.steps * self._memory_budget.eager_seconds(key))
+        parts = max(len(plan.slices), 1)
+        self._say_if_long(state, parts * step.steps * self._memory_budget.eager_seconds(key))
         with self._memory_budget.left_out_of_peaks():
-            return self._compared(step, batch, run_eagerly, state, key, copies)
+            return self._compared(step, batch, run_eagerly, state, key, plan)
 
     def _state_of(self, step: CapturedStep) -> ComparedState:
         """Returns what ``step`` may write."""
@@ -126,6 +130,31 @@ class ReplayCheck:
             handed=[parameter for parameter, _ in step.launched.handed],
         )
 
+    def _plan(self, step: CapturedStep, state: ComparedState, free: int) -> Plan:
+        """Returns how a replay of ``step`` is compared with ``free`` bytes for copies, the same way on all ranks."""
+        everywhere = self._consensus.all
+        needed = state.bytes
+        if everywhere(2 * needed <= free):
+            return Plan(copies=2)
+        if everywhere(needed <= free):
+            return Plan(copies=1)
+        update = None
+        # Other steps write no weights: those that do not end an accumulation, or whose optimizer steps after the replay.
+        if step.role.closes and not step.launched.handed:
+            update = UpdateSlices(self._parts.optimizers[0])
+        is_free = f"a copy of the state takes {needed / _GIB:.2f} GiB, and {max(free, 0) / _GIB:.2f} GiB are free beside a step"
+        if not everywhere(update is None or not update.why_not):
+            return Plan(
+                why_not=f"{is_free}, and {(update and update.why_not) or 'another rank cannot compare it in slices'}"
+            )
+        count = 1
+        while count <= (1 if update is None else _MOST_SLICES):
+            slices = [[]] if update is None else update.split(count)
+            if everywhere(max(state.bytes_with(_tensors_of(rows)) for rows in slices) <= free):
+                return Plan(copies=1, update=update, slices=slices)
+            count *= 2
+        return Plan(why_not=f"{is_free}, too little for its parts too")
+
     def _compared(
         self,
         step: CapturedStep,
@@ -133,9 +162,9 @@ class ReplayCheck:
         run_eagerly: Callable[[], object],
         state: ComparedState,
         key: Key,
-        copies: int,
+        plan: Plan,
     ) -> NotCapturableError | None:
-        """Runs the replay and compares it; ``copies``: the number of copies of the state that fit into memory, 1 or 2."""
+        """Runs the replay and compares it as planned."""
         metrics = self._parts.metrics
         muted = metrics.muted
         bank = step.log_replay.table.bank
@@ -143,11 +172,15 @@ class ReplayCheck:
         logged = bank.clone()
         pool = OwnPool(self._graphs.stream.device)
         replays = step.replays
+        sizes: list[int] = []
+
+        def allocate(size: int) -> torch.Tensor:
+            sizes.append(size)
+            return pool.empty(size)
 
         def replay() -> None:
-            if step.replays > replays:  # the second time: an eager step has run in the graph's memory meanwhile
-                if not self._graphs.reclaim(step):
-                    raise GraphsDroppedError("a tensor of an eager step is kept in the graphs' memory")
+            if step.replays > replays:  # not the first one: an eager step has run in the graph's memory meanwhile
+                self._reclaim(step)
                 bank.copy_(logged)
             step.launch(batch)
 
@@ -162,10 +195,13 @@ class ReplayCheck:
         failure: NotCapturableError | None = None
         found = Found("", 0, is_replayed=True)
         try:
-            found = compare(state, replay, eager, self._consensus.all, pool.empty, copies=copies)
+            if plan.slices:
+                found = self._compare_slices(plan, state, replay, eager, allocate)
+            else:
+                found = compare(state, replay, eager, self._consensus.all, allocate, copies=plan.copies)
         except GraphsDroppedError as error:
             failure = error
-        used = pool.release()
+        pool.release()
         if found.difference:
             failure = NotCapturableError(f"a replay differs bitwise from an eager step, first in {found.difference}")
         if failure is not None:
@@ -179,11 +215,51 @@ class ReplayCheck:
         if not replays:
             seconds = time.perf_counter() - begun
             eagerly = "an eager step" if found.steps == 1 else f"{found.steps} eager steps"
+            used = max(sizes) if plan.slices else sum(sizes)
+            parts = f", {len(plan.slices)} parts of the update one by one" if len(plan.slices) > 1 else ""
             self._say(
-                f"CUDA graph: the first replay{key[1].in_words} was compared with {eagerly}, in {seconds:.1f} s and with "
+                f"CUDA graph: the first replay{key[1].in_words} was compared with {eagerly}{parts}, in {seconds:.1f} s and with "
                 f"{used / _GIB:.2f} GiB for copies of the state, which are given back"
             )
         return None
+
+    def _reclaim(self, step: CapturedStep) -> None:
+        """Ends the loan of the graphs' memory to an eager step; where that is impossible on a rank, all drop their graphs."""
+        reclaimed = self._graphs.reclaim(step)
+        if self._consensus.all(reclaimed):
+            return
+        if reclaimed:
+            self._graphs.drop()
+        raise GraphsDroppedError("a tensor of an eager step is kept in the graphs' memory")
+
+    def _compare_slices(
+        self,
+        plan: Plan,
+        state: ComparedState,
+        replay: Callable[[], None],
+        eager: Callable[[], None],
+        allocate: Callable[[int], torch.Tensor],
+    ) -> Found:
+        """Compares the replay in slices of its update, each with a copy of what the slice writes; then replays the whole.
+
+        Forward, backward and the slice's update run in full, and kernels skip all other rows.
+        """
+        weights = state.updated_digests()
+        steps = 0
+        for rows in plan.slices:
+            state.leave_out(but=_tensors_of(rows))
+            with contextlib.nullcontext() if plan.update is None else plan.update.only(rows):
+                found = compare(state, replay, eager, self._consensus.all, allocate, copies=1, keeps=False)
+            steps += found.steps
+            if name := state.updated_since(weights):
+                raise ConfigError(
+                    f"cuda_graph: a step writes {name} otherwise than by the optimizer, and there is no memory for a copy to put "
+                    "back; write it in a hook after the step, or give CudaGraph(compare=False)"
+                )
+            if found.difference:
+                return found._replace(steps=steps)
+        replay()
+        return Found("", steps, is_replayed=True)
 
     def _bytes_of_step(self, key: Key) -> int:
         """Returns the bytes that an eager step takes."""
@@ -212,6 +288,20 @@ class ReplayCheck:
         digests([sample])
         torch.cuda.synchronize(device)
         return sample.nbytes / (time.perf_counter() - begun)
+
+
+class Plan(NamedTuple):
+    """How a replay is compared: with how many copies of the state, in which slices of the update, or why not at all."""
+
+    copies: int = 0
+    update: UpdateSlices | None = None
+    slices: Sequence[list[Row]] = ()
+    """Empty: the update is not sliced.  Without an ``update``, a slice has no rows."""
+    why_not: str = ""
+
+
+def _tensors_of(rows: Sequence[Row]) -> list[torch.Tensor]:
+    return [tensor for row in rows for tensor in row.tensors]
 
 
 class Comparable(Protocol):
@@ -252,6 +342,7 @@ def compare(
     allocate: Callable[[int], torch.Tensor],
     *,
     copies: int,
+    keeps: bool = True,
 ) -> Found:
     """Runs a ``replay`` and an ``eager`` step from the same state, and returns the first difference.
 
@@ -260,7 +351,7 @@ def compare(
 
     With two ``copies`` of the state (before, and replayed) bits are compared, and the run goes on from the replayed one.  With one
     copy digests are.  If they are equal, so are the states; else the replay is made again after the eager steps, so that weights
-    belong to the loss that is logged.
+    belong to the loss that is logged.  Without ``keeps`` the state is that from before in any case.
     """
     before = state.copy(allocate)
     replay()
@@ -270,7 +361,7 @@ def compare(
     steps = 1
     difference = state.difference(replayed)
     agreed = everywhere(not difference)
-    if agreed and copies == 1:
+    if agreed and copies == 1 and keeps:
         return Found("", steps, is_replayed=False)
     if not agreed:
         first = state.digests()
@@ -286,7 +377,8 @@ def compare(
         return Found(difference or "a value of another rank", steps, is_replayed=False)
     if copies > 1:
         state.put_back(replayed)
-    else:
-        state.put_back(before)
+        return Found("", steps, is_replayed=True)
+    state.put_back(before)
+    if keeps:
         replay()
-    return Found("", steps, is_replayed=True)
+    return Found("", steps, is_replayed=keeps)
