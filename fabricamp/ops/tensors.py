@@ -14,7 +14,7 @@ from fabricamp.ops.layouts import bytes_of
 from fabricamp.ops.table import table_of
 
 HALF_DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
-_SLICE: Final = 2**26
+_SLICE: Final = 2**24
 """Bytes that are compared at once."""
 
 

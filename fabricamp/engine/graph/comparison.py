@@ -54,7 +54,7 @@ _LEAST: Final = 2**20
 """The fewest bytes that tell a speed."""
 _MOST_SLICES: Final = 64
 """The most slices of an update, each of which takes a replay and an eager step."""
-_SPARE: Final = 2**27
+_SPARE: Final = 2**25
 """Bytes for the slices in which tensors are compared."""
 
 
