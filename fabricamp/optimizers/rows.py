@@ -90,8 +90,8 @@ class DeviceParams:
 
     def written_by(self, row: int) -> list[Tensor]:
         """Returns what an update writes of ``row``: its parameter, its state tensors and cells, and its copy."""
-        columns = (self._parameters, *self._states, *self._cells, self._copies)
-        return [column[row] for column in columns if column[row] is not None]
+        columns: list[Column] = [self._parameters, *self._states, *self._cells, self._copies]
+        return [tensor for column in columns if (tensor := column[row]) is not None]
 
     def take(self, values: Sequence[Value]) -> Sequence[Value]:
         """Returns the values for these rows, from ``values`` with one entry per parameter of the optimizer."""

@@ -44,6 +44,7 @@ class Net(Classifier):
     def training_step(self, batch, batch_idx):
         self.seen.add_(1)
         loss = super().training_step(batch, batch_idx)
+        self.log("mean", loss, on_step=False, on_epoch=True)
         return {"loss": loss, "twice": 2 * loss.detach()}
 
     def configure_optimizers(self):

@@ -6,7 +6,7 @@ whether two states have the same bits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -263,9 +263,10 @@ def _parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yields the plain tensors of which ``tensor`` consists, by name: this rank's shard, or the parts of a wrapper."""
     tensor = local(tensor)
-    if is_traceable_wrapper_subclass(tensor):
-        for part in tensor.__tensor_flatten__()[0]:
-            yield from _plain(f"{name}.{part}", getattr(tensor, part))
+    wrapper: Any = tensor
+    if is_traceable_wrapper_subclass(wrapper):
+        for part in wrapper.__tensor_flatten__()[0]:
+            yield from _plain(f"{name}.{part}", getattr(wrapper, part))
     elif tensor.layout is not torch.strided:
         raise NotCapturableError(
             f"{name} has the layout {tensor.layout}, and a replay is compared by the bytes of what it writes; keep it dense, or "

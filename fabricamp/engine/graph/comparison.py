@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
@@ -304,26 +304,6 @@ def _tensors_of(rows: Sequence[Row]) -> list[torch.Tensor]:
     return [tensor for row in rows for tensor in row.tensors]
 
 
-class Comparable(Protocol):
-    """A state that :func:`compare` compares: a :class:`ComparedState`."""
-
-    def copy(self, allocate: Callable[[int], torch.Tensor], /) -> object:
-        """Returns a copy, in memory from ``allocate``."""
-        ...
-
-    def put_back(self, copies: object, /) -> None:
-        """Restores the state from a copy."""
-        ...
-
-    def digests(self) -> object:
-        """Returns digests."""
-        ...
-
-    def difference(self, earlier: object, /) -> str:
-        """Returns the name of what differs from a copy or from digests; empty for nothing."""
-        ...
-
-
 class Found(NamedTuple):
     """What a comparison has found: the first difference, the eager steps that it ran, and which step the state is that of."""
 
@@ -335,7 +315,7 @@ class Found(NamedTuple):
 
 
 def compare(
-    state: Comparable,
+    state: ComparedState,
     replay: Callable[[], None],
     eager: Callable[[], None],
     everywhere: Callable[[bool], bool],
@@ -355,11 +335,12 @@ def compare(
     """
     before = state.copy(allocate)
     replay()
-    replayed = state.copy(allocate) if copies > 1 else state.digests()
+    replayed = state.copy(allocate) if copies > 1 else None
+    looked = state.digests() if replayed is None else replayed
     state.put_back(before)
     eager()
     steps = 1
-    difference = state.difference(replayed)
+    difference = state.difference(looked)
     agreed = everywhere(not difference)
     if agreed and copies == 1 and keeps:
         return Found("", steps, is_replayed=False)
@@ -375,7 +356,7 @@ def compare(
     if not agreed:
         state.put_back(before)
         return Found(difference or "a value of another rank", steps, is_replayed=False)
-    if copies > 1:
+    if replayed is not None:
         state.put_back(replayed)
         return Found("", steps, is_replayed=True)
     state.put_back(before)
