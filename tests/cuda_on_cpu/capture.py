@@ -63,7 +63,11 @@ class Graph(TorchDispatchMode):
         outputs = _tensors(results)
 
         def run():
-            for own, new in zip(outputs, _tensors(function(*args, **kwargs)), strict=True):
+            now = function(*args, **kwargs)
+            for one in tree_leaves(now):
+                if isinstance(one, torch.ScriptObject) and hasattr(one, "wait"):
+                    one.wait()  # a collective: the next operation on its stream does
+            for own, new in zip(outputs, _tensors(now), strict=True):
                 own.copy_(new)
 
         self.nodes.append(run)

@@ -133,6 +133,12 @@ STREAM = Stream(device=torch.device("cpu"), cuda_stream=1)
 @pytest.fixture
 def card(monkeypatch):
     """Lets the fits of a test capture and replay their steps on the CPU; returns the :class:`Card`."""
+    yield install(monkeypatch)
+    _forget()
+
+
+def install(monkeypatch):
+    """Does that in this process, as a rank that has no fixture does."""
     card = Card()
 
     @contextlib.contextmanager
@@ -167,8 +173,7 @@ def card(monkeypatch):
 
     monkeypatch.setattr(Metrics, "__init__", made)
     _forget()
-    yield card
-    _forget()
+    return card
 
 
 def _keep(keep, watch, call, value, size):
