@@ -200,7 +200,7 @@ class ReplayCheck:
             else:
                 found = compare(state, replay, eager, self._consensus.all, allocate, copies=plan.copies)
         except GraphsDroppedError as error:
-            failure = error
+            failure = error.with_traceback(None)  # its frames would keep the copies
         pool.release()
         if found.difference:
             failure = NotCapturableError(f"a replay differs bitwise from an eager step, first in {found.difference}")
