@@ -14,6 +14,7 @@ from fabricamp import ops
 from fabricamp._utils.types import StateDict
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.ops.shards import is_shard, local
+from fabricamp.ops.write_gate import WRITES
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.master_weights import module_parameter, round_to
 from fabricamp.strategies.base import Strategy
@@ -285,6 +286,8 @@ class Averages:
 
     def _write(self, sources: Mapping[str, tuple[Tensor, Tensor]], values: Mapping[str, Tensor]) -> None:
         """Writes ``values`` into the tensors that optimizers update, and rounds masters to the module's half weights."""
+        if WRITES.closed:
+            WRITES.open()
         updated: list[Tensor] = []
         new_values: list[Tensor] = []
         masters: list[Tensor] = []

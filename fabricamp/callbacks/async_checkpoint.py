@@ -6,12 +6,18 @@ import functools
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+from torch import Tensor
+
 from fabricamp.callbacks._rotation import PlannedRotation
 from fabricamp.callbacks.base import ends_everywhere
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.checkpoint import BackgroundWriter, StagedFolder, write_checkpoint
+from fabricamp.checkpoint.background import Held
 from fabricamp.checkpoint.form import form_of
 from fabricamp.errors import CheckpointError
+from fabricamp.ops.shards import local
+from fabricamp.ops.write_gate import WRITES, Watch
 from fabricamp.strategies.process_group import SideProcessGroup
 
 if TYPE_CHECKING:
@@ -44,6 +50,7 @@ class AsyncCheckpoint(ModelCheckpoint):
     _in_flight: SavePlan | None = None
     _unsettled = False  # a write was started; equal on every rank, unlike the progress of rank 0's thread
     _beside: SideProcessGroup | None = None  # set if all ranks write
+    _watch: Watch | None = None  # active between a save that is still read and the next batch's end
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Creates the background writer."""
@@ -62,6 +69,7 @@ class AsyncCheckpoint(ModelCheckpoint):
         self, trainer: Trainer, pl_module: TrainingModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Publishes a finished write, then saves if a save is due."""
+        self._end_watch()
         writer = self._writer
         # If all ranks write, a failure waits for the next save, where all of them raise it.
         if writer is not None and writer.finished and (self._beside is None or not writer.failed):
@@ -70,10 +78,12 @@ class AsyncCheckpoint(ModelCheckpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Waits for the last write; later saves are synchronous."""
+        self._end_watch()
         # First: rank 0 may know of a file already that the other ranks wait for, and the last save depends on it.
         self._settle(trainer)
         super().on_train_end(trainer, pl_module)
         self._settle(trainer)
+        WRITES.open()
         side_group = self._beside
         self._writer = None
         self._beside = None
@@ -82,6 +92,7 @@ class AsyncCheckpoint(ModelCheckpoint):
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         """Lets the write in flight finish, whatever ended training; a second Ctrl-C does not wait for it."""
+        self._end_watch()
         writer = self._writer
         try:
             if ends_everywhere(trainer, exception):
@@ -93,11 +104,24 @@ class AsyncCheckpoint(ModelCheckpoint):
         finally:
             self._writer = None
             self._beside = None
+            WRITES.open()
         super().on_exception(trainer, pl_module, exception)
 
     @property
     def _planned_rotation(self) -> PlannedRotation:
         return _BackgroundRotation(self)
+
+    def _begin_watch(self) -> None:
+        """Sees from now on what the program itself writes, if the state is still being read."""
+        if WRITES.closed and self._watch is None:
+            self._watch = Watch()
+            self._watch.__enter__()
+
+    def _end_watch(self) -> None:
+        watch = self._watch
+        self._watch = None
+        if watch is not None:
+            watch.__exit__(None, None, None)
 
     def _settle(self, trainer: Trainer) -> None:
         """Waits on every rank for the write in flight; every rank raises its error."""
@@ -147,7 +171,8 @@ class _BackgroundRotation(PlannedRotation):
                 write_checkpoint(path, copied)
                 plan.rotate()
 
-            writer.start(state, write)
+            writer.start(state, write, held_by(trainer))
+            callback._begin_watch()
 
         def start_folder(path: str, state: StateDict) -> None:
             assert side_group is not None
@@ -158,11 +183,29 @@ class _BackgroundRotation(PlannedRotation):
                 folder.write(copied)
                 side_group.on_rank_zero(plan.rotate)
 
-            writer.write_copy(_together(trainer, lambda: writer.take(folder.own)), write)
+            writer.write_copy(_together(trainer, lambda: writer.take(folder.own, held_by(trainer))), write)
+            callback._begin_watch()
 
         callback._write(trainer, plan, start_file if side_group is None else start_folder)
         callback._in_flight = plan
         callback._unsettled = True
+
+
+def held_by(trainer: Trainer) -> Held:
+    """Returns what only updates write: the parameters of optimizers and their states."""
+    session = trainer._runner.session
+    if session is None:
+        return Held()
+    tensors: list[Any] = []
+    for optimizer in session.optimizers:
+        tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for state in getattr(optimizer, "state", {}).values():
+            tensors += state.values() if isinstance(state, dict) else ()
+    own = [local(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
+    storages = frozenset(tensor.untyped_storage().data_ptr() for tensor in own if tensor.layout is torch.strided)
+    settings = session.settings
+    # The gate does not see what a graph's or a compiled step's code writes, and a watch would compile it again.
+    return Held(storages, reads_later=settings.cuda_graph is None and settings.compile is None)
 
 
 def _together(trainer: Trainer, action: Callable[[], Value]) -> Value:

@@ -7,9 +7,10 @@ shards that all ranks write in the background.
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from fabricamp._utils.threads import start_thread
 from fabricamp.checkpoint.plain import tensors_in
 from fabricamp.errors import CheckpointError, NoThreadError
 from fabricamp.ops.shards import local
+from fabricamp.ops.write_gate import WRITES
 from fabricamp.torch_private import with_part
 
 if TYPE_CHECKING:
@@ -25,33 +27,126 @@ if TYPE_CHECKING:
     from fabricamp.strategies.process_group import SideProcessGroup
 
 
+MARGIN: Final = 1 << 30
+"""Bytes of a device that copies of a save leave free."""
+
+SMALL: Final = 1 << 16
+"""Tensors with fewer bytes are copied at once, whoever writes them."""
+
+
+class Held(NamedTuple):
+    """What only writers that ask the gate change: a save may read it in place for a while."""
+
+    storages: frozenset[int] = frozenset()
+    """The addresses of their storages."""
+    reads_later: bool = True
+    """Whether the gate sees every writer; else only copies on the device are made of them."""
+
+
 class HostCopy:
     """Copies a checkpoint to host memory, pinned for GPU tensors; each copy reuses the memory of the previous one.
 
     Copies from a GPU are queued on the training stream: the host does not wait, and later changes of the weights run after them.
+    What is :class:`Held` is cloned on its device as far as that has free memory; the clones, and the rest where it is, are copied
+    beside the training that follows: on a stream of their own, or of host memory by :meth:`wait`.
     """
 
     def __init__(self) -> None:
         self._buffers: list[_Buffer] = []
         self._events: list[torch.cuda.Event] = []
+        self._events_of_rest: list[torch.cuda.Event] = []
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._rest: list[_Later] = []
+        self._clones: list[_Later] = []
+        self._rest_is_read = threading.Event()
 
-    def take(self, state: StateDict) -> StateDict:
+    def take(self, state: StateDict, held: Held = Held()) -> StateDict:  # noqa: B008 - immutable
         """Returns a copy of ``state`` with every tensor on the host; shared memory and views are preserved.
 
-        The values have arrived after :meth:`wait`.  Raises :class:`CheckpointError` for values that a checkpoint cannot hold.
+        The values have arrived after :meth:`wait`; until :data:`~fabricamp.ops.write_gate.WRITES` was opened, nobody may write what
+        is ``held``.  Raises :class:`CheckpointError` for values that a checkpoint cannot hold.
         """
-        copies = _Copies(self._buffers)
+        copies = _Copies(self._buffers, held)
         copied = copies.copy_state(state)
         self._buffers = copies.used
-        self._events = [torch.cuda.Event(blocking=True) for _ in copies.devices]
-        for event, device in zip(self._events, copies.devices, strict=True):
-            event.record(torch.cuda.current_stream(device))
+        self._rest = copies.rest
+        self._clones = copies.clones
+        self._rest_is_read = threading.Event()
+        self._events = []
+        self._events_of_rest = []
+        for device in copies.devices:
+            self._events += self._queue(device)
+        if self._rest:
+            addresses = [later.source.data_ptr() for later in self._rest]
+            in_host_memory = any(later.source.device.type == "cpu" for later in self._rest)
+            is_read = self._rest_is_read if in_host_memory else None
+            WRITES.close(functools.partial(_let_write, self._events_of_rest, is_read), addresses)
         return copied
 
+    def _queue(self, device: torch.device) -> list[torch.cuda.Event]:
+        """Queues the later copies from a GPU on a stream of their own; returns the events after which all has arrived."""
+        training = torch.cuda.current_stream(device)
+        now = torch.cuda.Event(blocking=True)
+        now.record(training)
+        rest = [later for later in self._rest if later.source.device == device]
+        clones = [later for later in self._clones if later.source.device == device]
+        if not rest and not clones:
+            return [now]
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_event(now)
+        events = [now]
+        with torch.cuda.stream(stream):
+            for part in (rest, clones):
+                for later in part:
+                    later.copy(non_blocking=True)
+                after = torch.cuda.Event(blocking=True)
+                after.record(stream)
+                events.append(after)
+        if rest:
+            self._events_of_rest.append(events[1])
+        return events
+
     def wait(self) -> None:
-        """Waits until the last copy of :meth:`take` has arrived; may be called from any thread."""
+        """Waits until the last copy of :meth:`take` has arrived, and copies what is in host memory; called from any thread."""
+        try:
+            for later in self._rest:
+                if later.source.device.type == "cpu":
+                    later.copy()
+        finally:
+            self._rest_is_read.set()  # a writer would wait forever
+        for later in self._clones:
+            if later.source.device.type == "cpu":
+                later.copy()
         for event in self._events:
             event.synchronize()
+        self._clones = []  # gives the device its memory back
+
+
+def _let_write(events: list[torch.cuda.Event], is_read: threading.Event | None) -> None:
+    """Lets the current stream wait for ``events``; the host waits only for what is read in its own memory."""
+    for event in events:
+        event.wait()
+    if is_read is not None:
+        is_read.wait()
+
+
+class _Later(NamedTuple):
+    """A copy that is made beside the training that follows."""
+
+    target: torch.UntypedStorage
+    source: torch.UntypedStorage
+
+    def copy(self, *, non_blocking: bool = False) -> None:
+        """Copies all bytes."""
+        self.target.copy_(self.source, non_blocking=non_blocking)
+
+
+def free_memory(device: torch.device) -> int:
+    """Returns how many bytes of ``device`` copies of a save may take: what its driver has free, less a margin; none of the host."""
+    if device.type != "cuda":
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(free - MARGIN, 0)
 
 
 def on_host(state: StateDict) -> StateDict:
@@ -72,8 +167,13 @@ class _Buffer(NamedTuple):
 class _Copies:
     """One copy operation: copies each storage once, and recreates each tensor as a view of the copy."""
 
-    def __init__(self, buffers: list[_Buffer] | None) -> None:
+    def __init__(self, buffers: list[_Buffer] | None, held: Held = Held()) -> None:  # noqa: B008 - immutable
         self._buffers = buffers
+        self._held = held
+        self._free: dict[torch.device, int] = {}
+        self.rest: list[_Later] = []
+        """What is read where it is."""
+        self.clones: list[_Later] = []
         self._memory: dict[int, torch.UntypedStorage] = {}  # the copy of each storage
         self.used: list[_Buffer] = []
         self.devices: list[torch.device] = []
@@ -118,11 +218,26 @@ class _Copies:
         if buffer is None or buffer.pinned != pinned or buffer.memory.nbytes() != size:
             memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned).untyped_storage()
             buffer = _Buffer(memory, pinned)
-        buffer.memory.copy_(storage, non_blocking=pinned)
+        if not self._is_left_for_later(buffer.memory, storage):
+            buffer.memory.copy_(storage, non_blocking=pinned)
         self.used.append(buffer)
         if pinned and storage.device not in self.devices:
             self.devices.append(storage.device)
         return buffer.memory
+
+    def _is_left_for_later(self, memory: torch.UntypedStorage, storage: torch.UntypedStorage) -> bool:
+        """Returns whether the copy into ``memory`` is made later: from a clone on the device, or from where it is."""
+        if storage.data_ptr() not in self._held.storages or storage.nbytes() < SMALL:
+            return False
+        device = storage.device
+        free = self._free.setdefault(device, free_memory(device))
+        if storage.nbytes() <= free:
+            self._free[device] = free - storage.nbytes()
+            self.clones.append(_Later(memory, storage.clone()))
+            return True
+        if self._held.reads_later:
+            self.rest.append(_Later(memory, storage))
+        return self._held.reads_later
 
 
 class BackgroundWriter:
@@ -143,15 +258,23 @@ class BackgroundWriter:
         """Whether a write has failed and :meth:`wait` has not reported it yet."""
         return self._failure is not None
 
-    def start(self, state: StateDict, write: Callable[[StateDict], None]) -> None:
+    def start(
+        self,
+        state: StateDict,
+        write: Callable[[StateDict], None],
+        held: Held = Held(),  # noqa: B008 - immutable
+    ) -> None:
         """Copies ``state`` and calls ``write`` with the copy in the thread; call :meth:`wait` for the previous write first."""
-        self.write_copy(self.take(state), write)
+        self.write_copy(self.take(state, held), write)
 
-    def take(self, state: StateDict) -> StateDict:
-        """Returns the copy of ``state`` for :meth:`write_copy`; raises :class:`CheckpointError` if host memory is too small."""
+    def take(self, state: StateDict, held: Held = Held()) -> StateDict:  # noqa: B008 - immutable
+        """Returns the copy of ``state`` for :meth:`write_copy`; raises :class:`CheckpointError` if host memory is too small.
+
+        What is ``held`` may be read while :meth:`write_copy` begins.
+        """
         assert self._thread is None, "at most one write is in flight"
         try:
-            return self._copy.take(state)
+            return self._copy.take(state, held)
         except CheckpointError:
             raise
         except (RuntimeError, MemoryError) as error:
@@ -169,6 +292,7 @@ class BackgroundWriter:
         try:
             self._thread = _started(self._run, copied, write)
         except NoThreadError as error:
+            self._copy.wait()  # else writers would wait for the thread
             raise CheckpointError(f"the checkpoint was not written: {error}") from error
 
     def wait(self) -> None:

@@ -44,6 +44,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.metrics.replay import LogReplay, MetricStates, managed_attributes
 from fabricamp.ops.copies import Copies
 from fabricamp.ops.shards import MemoryOf, local
+from fabricamp.ops.write_gate import WRITES
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.torch_private import end_failed_capture
 
@@ -144,6 +145,8 @@ class Captured:
     def launch(self, batch: Batch) -> None:
         """Copies the batch into the graph's inputs and replays the graph."""
         self._copy_inputs(tensors_of(batch))
+        if WRITES.closed:
+            WRITES.open()
         self._graph.replay()
         self.replays += 1
         if self._in_flight is not None:

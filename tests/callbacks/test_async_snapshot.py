@@ -1,0 +1,223 @@
+"""AsyncCheckpoint reads weights and optimizer states beside the next step: no writer may be ahead of it.
+
+Copies in host memory are the same as those of a GPU, made by the thread that writes; ``free_memory`` stands for the device's,
+where a clone is a copy on the device.  The later copies are slowed down, so that a writer that does not wait is ahead of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fabricamp import Callback, CheckpointError, TrainingModule
+from fabricamp.callbacks import EMA, AsyncCheckpoint, ModelCheckpoint, _checkpoint_files
+from fabricamp.checkpoint import background, read_checkpoint
+from fabricamp.ops import write_gate
+from tests.distributed.ranks import run_ranks
+from tests.small import loader, quiet_trainer
+
+WIDTH = 160  # a weight has 100 kB: more than what is copied at once
+
+
+@pytest.fixture(autouse=True)
+def slow(monkeypatch):
+    """Slows each later copy down; returns the number of copies."""
+    copies = []
+    real = background._Later.copy
+
+    def copy(later, **options):
+        time.sleep(0.003)
+        copies.append(later.source.nbytes())
+        real(later, **options)
+
+    monkeypatch.setattr(background._Later, "copy", copy)
+    monkeypatch.setattr(_checkpoint_files, "secrets", SimpleNamespace(token_hex=lambda size: "0" * 2 * size))
+    yield copies
+    assert not write_gate.WRITES.closed
+    assert torch._C._len_torch_function_stack() == 0
+
+
+class Gan(TrainingModule):
+    """Two networks with an optimizer each, batch norm, and spectral norm."""
+
+    automatic_optimization = False
+
+    def __init__(self):
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(8, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+        self.critic = nn.Sequential(
+            nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, 1)
+        )
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        real = F.pad(batch[0], (0, WIDTH - 8))
+        made = self.generator(torch.randn(len(real), 8))
+        loss = self.critic(real).mean() - self.critic(made.detach()).mean()
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        second.zero_grad()
+        loss = self.critic(made).mean()
+        self.manual_backward(loss)
+        second.step()
+        self.log("loss", loss)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.critic.parameters()), torch.optim.AdamW(self.generator.parameters())
+
+
+class Net(TrainingModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 3)
+        )
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+class Clamped(Net):
+    """Edits weights where a batch begins, by a way that torch does not count as a change."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.05, 0.05)
+
+
+class Scaled(Net):
+    """Edits weights in the training step."""
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            torch._foreach_mul_(list(self.parameters()), 0.99)
+            self.net[2].weight[0] = 0.0
+        return super().training_step(batch, batch_idx)
+
+
+class Reloads(Callback):
+    """Loads weights and an optimizer's state in a hook."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        module.load_state_dict({name: value * 0.9 for name, value in module.state_dict().items()})
+        for state in trainer.optimizers[0].state.values():
+            state["exp_avg"].zero_()
+
+
+def contents(folder, kind, module, callbacks=(), batches=50, **options):
+    """Returns the bytes of the files that a fit with a save at each batch writes."""
+    named = type("Named", (kind,), {"state_key": "checkpoint"})
+    checkpoint = named(folder, every_n_train_steps=1, save_top_k=-1, monitor="step", filename="{step}")
+    torch.manual_seed(0)
+    trainer = quiet_trainer(
+        max_epochs=1,
+        enable_checkpointing=True,
+        callbacks=[*callbacks, checkpoint],
+        **options,
+    )
+    trainer.fit(module(), loader(4 * batches), loader(8))
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    for file in folder.iterdir():
+        file.unlink()
+    return files
+
+
+def check(folder, monkeypatch, module, callbacks=lambda: (), device_memory=0, batches=50, **options):
+    monkeypatch.setattr(background, "free_memory", lambda device: device_memory)
+    one, other = (
+        contents(folder, kind, module, callbacks(), batches, **options) for kind in (ModelCheckpoint, AsyncCheckpoint)
+    )
+    assert len(one) == batches
+    assert one.keys() == other.keys()
+    different = [name for name, content in one.items() if content != other[name]]
+    assert not different
+
+
+@pytest.mark.parametrize("device_memory", [0, 250_000, 10**9])
+def test_fifty_saves_of_a_gan_with_averages_are_those_of_the_synchronous_ones(
+    tmp_path, monkeypatch, slow, device_memory
+):
+    check(tmp_path, monkeypatch, Gan, lambda: [EMA(0.9)], device_memory)
+    assert len(slow) >= 50 * 4  # two large weights with two states each, less those that share memory
+
+
+@pytest.mark.parametrize(
+    ("module", "precision"), [(Net, "O0"), (Net, "O2"), (Scaled, "O0"), (Scaled, "O2"), (Clamped, "O0")]
+)
+def test_whoever_writes_waits(tmp_path, monkeypatch, slow, module, precision):
+    check(tmp_path, monkeypatch, module, batches=10, precision=precision)
+    assert slow
+
+
+def test_loads_and_swaps_of_averages_wait(tmp_path, monkeypatch):
+    check(tmp_path, monkeypatch, Net, lambda: [Reloads(), EMA(0.9)], batches=10, val_check_interval=1)
+
+
+def test_accumulation_and_clipping_wait(tmp_path, monkeypatch):
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    monkeypatch.setattr(background, "free_memory", lambda device: 0)
+    one, other = (contents(tmp_path, kind, Net, batches=20, **options) for kind in (ModelCheckpoint, AsyncCheckpoint))
+    assert one == other
+
+
+def test_a_copy_that_fails_fails_the_save_and_lets_training_go_on(tmp_path, monkeypatch):
+    def fails(later, **options):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(background._Later, "copy", fails)
+    with pytest.raises(CheckpointError, match="no memory"):
+        contents(tmp_path, AsyncCheckpoint, Net, batches=5)
+
+
+PHASES = ("at once", "later", "write", "rename")
+
+
+def killed(folder, phase):
+    """Trains until the third save, and is killed there."""
+    calls = []
+
+    def dies_at_third(real):
+        def call(*args, **options):
+            calls.append(0)
+            if len(calls) == 3 or (phase == "later" and len(calls) == 8):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **options)
+
+        return call
+
+    owner, name = {
+        "at once": (background.HostCopy, "take"),
+        "later": (background._Later, "copy"),
+        "write": (os, "fsync"),
+        "rename": (type(folder), "replace"),
+    }[phase]
+    setattr(owner, name, dies_at_third(getattr(owner, name)))
+    contents(folder, AsyncCheckpoint, Net, batches=10)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_kill_in_each_phase_leaves_files_of_the_synchronous_ones(tmp_path, phase):
+    expected = contents(tmp_path / "whole", ModelCheckpoint, Net, batches=10)
+    with pytest.raises(AssertionError, match="exit code -9"):
+        run_ranks(killed, 1, tmp_path / "killed", phase, backend=None)
+    left = sorted((tmp_path / "killed").glob("*.ckpt"))
+    assert left or phase in ("at once", "later")
+    for file in left:
+        weights = read_checkpoint(file)["state_dict"]
+        (tmp_path / "one.ckpt").write_bytes(expected[file.name])
+        for key, value in read_checkpoint(tmp_path / "one.ckpt")["state_dict"].items():
+            assert torch.equal(weights[key], value)
