@@ -19,11 +19,12 @@ from fabricamp.errors import CheckpointError
 from fabricamp.ops.shards import local
 from fabricamp.ops.write_gate import WRITES, Watch
 from fabricamp.strategies.process_group import SideProcessGroup
+from fabricamp.torch_private import compiled_by_user
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from fabricamp._utils.types import AnyBatch, AnyOutput, StateDict
+    from fabricamp._utils.types import AnyBatch, AnyOutput, OptimizerFace, StateDict
     from fabricamp.callbacks._checkpoint_files import SavePlan
     from fabricamp.callbacks.base import Callback
     from fabricamp.module import TrainingModule
@@ -50,12 +51,14 @@ class AsyncCheckpoint(ModelCheckpoint):
     _in_flight: SavePlan | None = None
     _unsettled = False  # a write was started; equal on every rank, unlike the progress of rank 0's thread
     _beside: SideProcessGroup | None = None  # set if all ranks write
+    _prepared = False  # host memory is being pinned
     _watch: Watch | None = None  # active between a save that is still read and the next batch's end
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Creates the background writer."""
         super().on_train_start(trainer, pl_module)
         self._writer = BackgroundWriter()
+        self._prepared = False
         self._in_flight = None
         self._unsettled = False
         all_ranks_write = form_of(trainer.strategy).all_ranks_write
@@ -71,6 +74,9 @@ class AsyncCheckpoint(ModelCheckpoint):
         """Publishes a finished write, then saves if a save is due."""
         self._end_watch()
         writer = self._writer
+        if writer is not None and not self._prepared:
+            self._prepared = True
+            self._prepare(trainer, writer)
         # If all ranks write, a failure waits for the next save, where all of them raise it.
         if writer is not None and writer.finished and (self._beside is None or not writer.failed):
             self._finish_write(trainer, writer.wait)
@@ -85,6 +91,8 @@ class AsyncCheckpoint(ModelCheckpoint):
         self._settle(trainer)
         WRITES.open()
         side_group = self._beside
+        if self._writer is not None:
+            self._writer.release()
         self._writer = None
         self._beside = None
         if side_group is not None:
@@ -105,23 +113,31 @@ class AsyncCheckpoint(ModelCheckpoint):
             self._writer = None
             self._beside = None
             WRITES.open()
+            if writer is not None:
+                writer.release()
         super().on_exception(trainer, pl_module, exception)
 
     @property
     def _planned_rotation(self) -> PlannedRotation:
         return _BackgroundRotation(self)
 
+    def _prepare(self, trainer: Trainer, writer: BackgroundWriter) -> None:
+        """Lets host memory be pinned on the ranks that write a state of GPUs; called after a step, when optimizers have states."""
+        all_write = self._beside is not None
+        if trainer.strategy.device.type == "cuda" and (all_write or trainer.is_global_zero):
+            writer.prepare(size_on_gpu(trainer))
+
     def _begin_watch(self) -> None:
         """Sees from now on what the program itself writes, if the state is still being read."""
         if WRITES.closed and self._watch is None:
             self._watch = Watch()
-            self._watch.__enter__()
+            self._watch.__enter__()  # type: ignore[no-untyped-call]
 
     def _end_watch(self) -> None:
         watch = self._watch
         self._watch = None
         if watch is not None:
-            watch.__exit__(None, None, None)
+            watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _settle(self, trainer: Trainer) -> None:
         """Waits on every rank for the write in flight; every rank raises its error."""
@@ -191,21 +207,41 @@ class _BackgroundRotation(PlannedRotation):
         callback._unsettled = True
 
 
+def size_on_gpu(trainer: Trainer) -> int:
+    """Returns about how many bytes a checkpoint has on the GPU: of the module, and of the optimizers' tensors."""
+    session = trainer._runner.session
+    if session is None:
+        return 0
+    tensors = [*session.module.parameters(), *session.module.buffers(), *_of_optimizers(session.optimizers)]
+    storages = {
+        own.untyped_storage().data_ptr(): -(-own.untyped_storage().nbytes() // 64) * 64
+        for own in map(local, tensors)
+        if own.is_cuda and own.layout is torch.strided
+    }
+    return sum(storages.values())
+
+
 def held_by(trainer: Trainer) -> Held:
     """Returns what only updates write: the parameters of optimizers and their states."""
     session = trainer._runner.session
     if session is None:
         return Held()
-    tensors: list[Any] = []
-    for optimizer in session.optimizers:
-        tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for state in getattr(optimizer, "state", {}).values():
-            tensors += state.values() if isinstance(state, dict) else ()
-    own = [local(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
+    own = [local(tensor) for tensor in _of_optimizers(session.optimizers)]
     storages = frozenset(tensor.untyped_storage().data_ptr() for tensor in own if tensor.layout is torch.strided)
     settings = session.settings
-    # The gate does not see what a graph's or a compiled step's code writes, and a watch would compile it again.
-    return Held(storages, reads_later=settings.cuda_graph is None and settings.compile is None)
+    # The gate does not see what a graph's or compiled code writes, and a watch would let it be compiled again.
+    compiled = settings.compile is not None or any(map(compiled_by_user, session.module.modules()))
+    return Held(storages, reads_later=settings.cuda_graph is None and not compiled)
+
+
+def _of_optimizers(optimizers: Sequence[OptimizerFace]) -> list[Tensor]:
+    """Returns the optimizers' parameters, and the tensors of their states."""
+    found: list[Any] = []
+    for optimizer in optimizers:
+        found += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for state in getattr(optimizer, "state", {}).values():
+            found += state.values() if isinstance(state, dict) else ()
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
 
 def _together(trainer: Trainer, action: Callable[[], Value]) -> Value:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fabricamp._utils.threads import start_thread
+from fabricamp.checkpoint.pinned_memory import PinnedMemory, copy_in_pieces, pin_by_cuda, unpin_by_cuda
 from fabricamp.checkpoint.plain import tensors_in
 from fabricamp.errors import CheckpointError, NoThreadError
 from fabricamp.ops.shards import local
@@ -59,6 +60,25 @@ class HostCopy:
         self._rest: list[_Later] = []
         self._clones: list[_Later] = []
         self._rest_is_read = threading.Event()
+        self._memory: PinnedMemory | None = None
+
+    def prepare(
+        self,
+        size: int,
+        pin: Callable[[int, int], str] = pin_by_cuda,
+        unpin: Callable[[int], object] = unpin_by_cuda,
+    ) -> None:
+        """Lets a thread take ``size`` bytes of host memory for the first :meth:`take`, which waits for what is not there yet."""
+        self._memory = PinnedMemory(size, pin, unpin)
+
+    def release(self) -> None:
+        """Gives the host memory back; nobody uses a copy any more."""
+        memory = self._memory
+        self._memory = None
+        self._buffers = []
+        self._rest = []
+        if memory is not None:
+            memory.close()
 
     def take(self, state: StateDict, held: Held = Held()) -> StateDict:  # noqa: B008 - immutable
         """Returns a copy of ``state`` with every tensor on the host; shared memory and views are preserved.
@@ -66,7 +86,7 @@ class HostCopy:
         The values have arrived after :meth:`wait`; until :data:`~fabricamp.ops.write_gate.WRITES` was opened, nobody may write what
         is ``held``.  Raises :class:`CheckpointError` for values that a checkpoint cannot hold.
         """
-        copies = _Copies(self._buffers, held)
+        copies = _Copies(self._buffers, held, self._memory)
         copied = copies.copy_state(state)
         self._buffers = copies.used
         self._rest = copies.rest
@@ -138,7 +158,10 @@ class _Later(NamedTuple):
 
     def copy(self, *, non_blocking: bool = False) -> None:
         """Copies all bytes."""
-        self.target.copy_(self.source, non_blocking=non_blocking)
+        if non_blocking:
+            copy_in_pieces(self.target, self.source)
+        else:
+            self.target.copy_(self.source)
 
 
 def free_memory(device: torch.device) -> int:
@@ -167,8 +190,9 @@ class _Buffer(NamedTuple):
 class _Copies:
     """One copy operation: copies each storage once, and recreates each tensor as a view of the copy."""
 
-    def __init__(self, buffers: list[_Buffer] | None, held: Held = Held()) -> None:  # noqa: B008 - immutable
+    def __init__(self, buffers: list[_Buffer] | None, held: Held = Held(), own: PinnedMemory | None = None) -> None:  # noqa: B008 - immutable
         self._buffers = buffers
+        self._own = own
         self._held = held
         self._free: dict[torch.device, int] = {}
         self.rest: list[_Later] = []
@@ -216,10 +240,12 @@ class _Copies:
         index = len(self.used)  # storages come in the same order each time
         buffer = buffers[index] if index < len(buffers) else None
         if buffer is None or buffer.pinned != pinned or buffer.memory.nbytes() != size:
-            memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned).untyped_storage()
+            memory = None if self._own is None else self._own.take(size)
+            if memory is None:
+                memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned).untyped_storage()
             buffer = _Buffer(memory, pinned)
         if not self._is_left_for_later(buffer.memory, storage):
-            buffer.memory.copy_(storage, non_blocking=pinned)
+            _Later(buffer.memory, storage).copy(non_blocking=pinned)
         self.used.append(buffer)
         if pinned and storage.device not in self.devices:
             self.devices.append(storage.device)
@@ -252,6 +278,15 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         _started(lambda: None).join()  # if the system starts no thread, the run ends here, not at its first save
+
+    def prepare(self, size: int) -> None:
+        """Lets a thread pin host memory for a state of ``size`` bytes on GPUs."""
+        self._copy.prepare(size)
+
+    def release(self) -> None:
+        """Gives host memory back, once the last write has ended."""
+        if self._thread is None:
+            self._copy.release()
 
     @property
     def failed(self) -> bool:

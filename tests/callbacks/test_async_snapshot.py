@@ -33,6 +33,8 @@ def slow(monkeypatch):
     real = background._Later.copy
 
     def copy(later, **options):
+        if later.source.device.type == "cuda":
+            torch.cuda._sleep(5_000_000)  # on the stream of the copy
         time.sleep(0.003)
         copies.append(later.source.nbytes())
         real(later, **options)
@@ -172,6 +174,19 @@ def test_accumulation_and_clipping_wait(tmp_path, monkeypatch):
     monkeypatch.setattr(background, "free_memory", lambda device: 0)
     one, other = (contents(tmp_path, kind, Net, batches=20, **options) for kind in (ModelCheckpoint, AsyncCheckpoint))
     assert one == other
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device_memory", [0, 250_000, 10**9])
+@pytest.mark.parametrize("options", [{}, {"precision": "O5"}, {"precision": "O2"}, {"cuda_graph": True}])
+def test_on_a_gpu_whoever_writes_waits(tmp_path, monkeypatch, slow, device_memory, options):
+    check(tmp_path, monkeypatch, Net, lambda: [EMA(0.9)], device_memory, batches=20, accelerator="gpu", **options)
+    assert slow
+
+
+@pytest.mark.gpu
+def test_fifty_saves_of_a_gan_on_a_gpu(tmp_path, monkeypatch):
+    check(tmp_path, monkeypatch, Gan, lambda: [EMA(0.9)], accelerator="gpu")
 
 
 def test_a_copy_that_fails_fails_the_save_and_lets_training_go_on(tmp_path, monkeypatch):
