@@ -240,7 +240,8 @@ class _Copies:
         index = len(self.used)  # storages come in the same order each time
         buffer = buffers[index] if index < len(buffers) else None
         if buffer is None or buffer.pinned != pinned or buffer.memory.nbytes() != size:
-            memory = None if self._own is None else self._own.take(size)
+            # Nothing has no place of its own there: torch.save would take it for a view of what comes next.
+            memory = self._own.take(size) if self._own is not None and size else None
             if memory is None:
                 memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned).untyped_storage()
             buffer = _Buffer(memory, pinned)

@@ -338,8 +338,12 @@ class _Filling:
                     place.put(earlier)
                 if storage_key(earlier) != storage_key(data):  # the method has replaced its .data
                     earlier.data = data
-            elif tensor is not None and tensor is not earlier and not tensor.is_meta and tensor.device != self._device:
+            elif tensor is None or tensor.is_meta or tensor.device == self._device:
+                continue
+            elif tensor is not earlier:
                 place.put(moved.setdefault(id(tensor), _at(tensor, self._device)))
+            elif data is not None and data.device != tensor.device:  # .data was replaced
+                tensor.data = tensor.data.to(self._device)
         return draws.written
 
     def _without_values(self, places: Sequence[_Place], written: set[int]) -> list[_Place]:

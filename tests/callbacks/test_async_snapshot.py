@@ -61,7 +61,7 @@ class Gan(TrainingModule):
     def training_step(self, batch, batch_idx):
         first, second = self.optimizers()
         real = F.pad(batch[0], (0, WIDTH - 8))
-        made = self.generator(torch.randn(len(real), 8))
+        made = self.generator(torch.randn(len(real), 8, device=real.device))
         loss = self.critic(real).mean() - self.critic(made.detach()).mean()
         first.zero_grad()
         self.manual_backward(loss)
