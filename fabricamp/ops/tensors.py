@@ -116,15 +116,15 @@ def differing(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]
     flags = torch.zeros(len(tensors), dtype=torch.bool, device=tensors[0].device)
     for number, (one, other) in enumerate(zip(tensors, others, strict=True)):
         for left, right in zip(bytes_of(one).split(_SLICE), bytes_of(other).split(_SLICE), strict=True):
-            flags[number].logical_or_((_words(left) != _words(right)).any())
+            word = torch.int64 if _has_words(left) and _has_words(right) else torch.uint8
+            flags[number].logical_or_((left.view(word) != right.view(word)).any())
     found: list[bool] = flags.tolist()
     return found
 
 
-def _words(part: Tensor) -> Tensor:
-    """Returns bytes as words of eight, if their number and address allow it: these are compared faster."""
-    fits = part.numel() % 8 == 0 and part.data_ptr() % 8 == 0 and part.storage_offset() % 8 == 0
-    return part.view(torch.int64) if fits else part.view(torch.uint8)
+def _has_words(part: Tensor) -> bool:
+    """Returns whether bytes can be looked at as words of eight, which are compared faster."""
+    return part.numel() % 8 == 0 and part.data_ptr() % 8 == 0 and part.storage_offset() % 8 == 0
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

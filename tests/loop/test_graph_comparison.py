@@ -228,3 +228,13 @@ def test_tensors_that_differ_in_a_byte_are_found(monkeypatch):
     others[4][3] = 1
     assert differing(rows, others) == [True, True, True, False, True]
     assert differing([], []) == []
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_bytes_at_other_addresses_are_compared(place):
+    values = torch.arange(40, dtype=torch.float32)
+    elsewhere = torch.zeros(44)[place : place + 40]
+    elsewhere.copy_(values)
+    assert differing([values, elsewhere], [elsewhere, values]) == [False, False]
+    elsewhere[7] = -1
+    assert differing([values, elsewhere], [elsewhere, values]) == [True, True]
