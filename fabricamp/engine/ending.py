@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fabricamp.engine.report.run_summary import RunSummary
     from fabricamp.engine.session import Session
     from fabricamp.metrics import Metrics
+    from fabricamp.strategies.base import Strategy
     from fabricamp.trainer import Trainer
 
 
@@ -162,37 +163,44 @@ def end_fit(trainer: Trainer, loop: TrainingLoop, run_summary: RunSummary) -> No
     modes.evaluate(parts.optimizers, parts.precision)
     check_peers()
     call_all(parts.hooks("on_fit_end"))
-    if trainer.is_global_zero and not explanation:
-        _tell_of_lost_weights(parts.module, parts.metrics, parts.strategy.device)
+    if not explanation:
+        _tell_of_lost_weights(parts.module, parts.metrics, parts.strategy)
     # A signal during these hooks, or non-finite gradients, are logged by a separate line.
     if not agreement.came_late() and not state.stop_request.explanation:
         run_summary.end()
 
 
 @torch.no_grad()
-def _tell_of_lost_weights(module: nn.Module, metrics: Metrics, device: torch.device) -> None:
-    """Warns of weights that are nan at the end of a fit whose loss was not told to be: it need not be logged."""
-    watch = metrics.watch
-    if isinstance(watch, LossWatch) and watch.told:
-        return
+def _tell_of_lost_weights(module: nn.Module, metrics: Metrics, strategy: Strategy) -> None:
+    """Warns, on rank 0, of weights that are nan at the end of a fit whose loss was not told to be: it need not be logged.
+
+    Every rank calls it: the shards of all ranks are looked at.
+    """
     trained = {
-        name: part
+        name: one.detach()
         for name, one in module.named_parameters()
-        if one.requires_grad and (type(one) is nn.Parameter or is_shard(one))
-        if (part := local(one.detach())).numel() and part.dtype in _REDUCED
+        if one.requires_grad and (type(one) is nn.Parameter or is_shard(one)) and one.dtype in _REDUCED
     }
-    if not trained:
+    sharded = any(map(is_shard, trained.values()))
+    told = isinstance(metrics.watch, LossWatch) and metrics.watch.told
+    if not trained or (not sharded and (told or strategy.rank)):
         return
-    norms = torch.stack([norm.to(device, torch.float32) for norm in torch._foreach_norm([*trained.values()])])
-    lost = [name for name, is_nan in zip(trained, norms.isnan().tolist(), strict=True) if is_nan]
-    if lost:
+    parts = [local(one) for one in trained.values()]
+    # torch has no norm of nothing, and a rank may have no element of a shard.
+    norms = iter(torch._foreach_norm([part for part in parts if part.numel()]))
+    zero = torch.zeros((), dtype=torch.float32, device=strategy.device)
+    lost = torch.stack([next(norms).to(zero) if part.numel() else zero for part in parts]).isnan()
+    if sharded:
+        lost = strategy.reduce(lost.to(torch.int32), "max")
+    names = [name for name, is_lost in zip(trained, lost.tolist(), strict=True) if is_lost]
+    if names and not told and strategy.rank == 0:
         _LOG.warning(
             "%d of %d trained parameters are nan at the end (the first is %s), and so was the loss of a step or a gradient; "
             "Trainer(nan_policy='stop') or 'raise' ends a run at the first gradient that is not finite, keeps the weights from "
             "before and names the parameter",
-            len(lost),
+            len(names),
             len(trained),
-            lost[0],
+            names[0],
         )
 
 

@@ -54,7 +54,7 @@ class Flush(Entry):
         if every and step % every == 0:
             self._metrics.flush(step)
             if self._update.overflow_policy is not None:
-                self._update.overflow_policy.report_skips()
+                self._update.overflow_policy.report()
 
     def free_steps(self, ahead: int) -> float:
         """Returns the steps to the next flush."""

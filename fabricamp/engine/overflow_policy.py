@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING
 
 from fabricamp.errors import NonFiniteError
@@ -12,15 +13,23 @@ from fabricamp.state import NON_FINITE, RunState
 from fabricamp.strategies.base import Strategy
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from fabricamp.engine.schedules import Schedules
+    from fabricamp.precision.loss_scaler import StepStatus
 
 logger = logging.getLogger("fabricamp")
 
 
 class OverflowPolicy:
-    """Acts on the step statuses of a Precision that may skip steps; every rank reads the same status at the same step."""
+    """Acts on the step statuses of a Precision that may skip steps; every rank reads the same status at the same step.
 
-    def __init__(self, step_results: StepResults, schedules: Schedules, state: RunState, strategy: Strategy) -> None:
+    ``losses``: each step hands its loss to :attr:`launch_end`, as in automatic optimization.
+    """
+
+    def __init__(
+        self, step_results: StepResults, schedules: Schedules, state: RunState, strategy: Strategy, *, losses: bool
+    ) -> None:
         self.launch_end = step_results.launch_end
         """Ends a step on the device; takes the step's loss."""
         self._step_results = step_results
@@ -29,6 +38,7 @@ class OverflowPolicy:
         self._state = state
         self._strategy = strategy
         self._unreported_skips = 0
+        self._looks_at_losses = losses and strategy.rank == 0
         self.inherited_are_counted = False
         """Whether the schedules know of the steps whose statuses a checkpoint has left to this run."""
 
@@ -57,6 +67,7 @@ class OverflowPolicy:
         if not ends_run:
             own = statuses[getattr(self._step_results, "inherited_pending", 0) :]
             self._unreported_skips += sum(not status.applied for status in own)
+            self._look_at(own)
         self.report_skips()
         if ends_run:
             self._end_run()
@@ -83,6 +94,28 @@ class OverflowPolicy:
                 f"{PATIENCE} steps in a row were skipped at the lowest loss scale ({self._step_results.scale:g}): {explanation}. "
                 "Look for what is too large in data or loss, lower the learning rate, or train in bf16 ('O4', 'O5') or 'O0'"
             )
+
+    def report(self) -> None:
+        """Logs how many steps were skipped since the last report, and looks at the loss of the last step whose status is known."""
+        self.report_skips()
+        known = getattr(self._step_results, "scaler", None)
+        if known is not None and known.known.applied_steps and not self._step_results.known_is_inherited:
+            self._look_at([known.known])
+
+    def _look_at(self, statuses: Iterable[StepStatus]) -> None:
+        """Tells, once, of a loss that is not finite in a step that was applied: its gradients were finite."""
+        if not self._looks_at_losses:
+            return
+        lost = next((one.loss for one in statuses if one.applied and not math.isfinite(one.loss)), None)
+        if lost is None:
+            return
+        self._looks_at_losses = False
+        logger.warning(
+            "the loss was %g at step %d or just before, while all gradients were finite, and training continues: a part of the "
+            "loss on which no parameter depends is not finite, or one that the backward leaves out, as torch.where does",
+            lost,
+            self._state.global_step,
+        )
 
     def report_skips(self) -> None:
         """Logs how many steps were skipped for overflow since the last report."""

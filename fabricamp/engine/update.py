@@ -126,7 +126,9 @@ class Update:
         step_results = precision.verdicts
         parts.metrics.watch = LossWatch(checked=step_results is not None)
         if step_results is not None:
-            self.overflow_policy = OverflowPolicy(step_results, self.schedules, parts.state, parts.strategy)
+            self.overflow_policy = OverflowPolicy(
+                step_results, self.schedules, parts.state, parts.strategy, losses=automatic
+            )
         # If steps may be skipped, the overflow policy advances the schedules instead, by the applied steps.
         schedules_wait = step_results is not None and step_results.schedules_follow
         self._advances_at_once = self.schedules.follow_steps and not schedules_wait

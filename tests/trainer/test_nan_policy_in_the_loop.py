@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fabricamp import Callback, NonFiniteError, OptLevel
 from fabricamp.callbacks import AmpState, ModelCheckpoint
 from fabricamp.errors import ConfigError
+from fabricamp.ops.shards import local
 from fabricamp.optimizers import FusedAdam
 from fabricamp.state import NON_FINITE
 from fabricamp.tuner import Tuner
@@ -496,6 +497,84 @@ def test_the_first_of_several_ranks_tells_of_lost_weights(strategy):
     first, second = run_ranks(lost_on_ranks, 2, strategy)
     assert any("trained parameters are nan at the end" in line for line in first)
     assert not any("trained parameters" in line for line in second)
+
+
+class LosesAShard(Callback):
+    """Makes a part of one weight nan, on one rank alone, after the last step."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def on_train_end(self, trainer, module):
+        weight = module.net[0].weight
+        assert local(weight.detach()).numel() < weight.numel()
+        if trainer.global_rank == self.rank:
+            local(weight.detach()).fill_(torch.nan)
+
+
+def lost_shard_on_ranks(rank):
+    lines = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("fabricamp").addHandler(handler)
+    trainer = quiet_trainer(max_epochs=1, devices=2, strategy="fsdp", callbacks=[LosesAShard(rank)])
+    trainer.fit(Classifier(), loader(16))
+    return lines
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_shard_of_any_rank_is_told_to_be_lost(rank):
+    first, second = run_ranks(lost_shard_on_ranks, 2, rank)
+    assert any(
+        line.startswith("1 of 4 trained parameters are nan at the end (the first is net.0.weight)") for line in first
+    )
+    assert not any("trained parameters" in line for line in second)
+
+
+class LostConstant(Classifier):
+    """Returns a loss that is not finite, from the step ``since`` on, and whose gradients are."""
+
+    since = 2
+    value = torch.nan
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        return loss + self.value if self.global_step >= self.since else loss
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"nan_policy": "raise"},
+        {"nan_policy": "skip", "precision": "O5", "log_every_n_steps": 1},
+        {"precision": small_scale("O2")},
+        {"precision": small_scale("O1"), "accumulate_grad_batches": 2},
+    ],
+)
+def test_a_loss_that_is_lost_while_its_gradients_are_not_is_told_where_they_are_checked(options, value, caplog):
+    module = LostConstant()
+    module.value = value
+    with caplog.at_level(logging.WARNING, "fabricamp"):
+        quiet_trainer(max_epochs=1, **options).fit(module, loader(32))
+    (told,) = caplog.messages
+    at = 5 if options.get("log_every_n_steps") else 4 if options.get("accumulate_grad_batches") else 8
+    assert told.startswith(f"the loss was {value:g} at step {at} or just before, while all gradients were finite")
+
+
+def test_a_manual_loss_that_the_trainer_does_not_see_is_none_that_is_lost(caplog):
+    class ByHand(Classifier):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            F.cross_entropy(self.net(batch[0]), batch[1]).backward()
+            optimizer.step()
+
+    with caplog.at_level(logging.WARNING, "fabricamp"):
+        quiet_trainer(max_epochs=1, nan_policy="raise", log_every_n_steps=1).fit(ByHand(), loader(32))
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("options", [{"nan_policy": "skip"}, {"precision": "O2"}, {"nan_policy": "stop"}])
