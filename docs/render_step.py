@@ -19,6 +19,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo  # which pytest has loaded too; until it is, `_utils/without_compiler.py` calls torch's own functions
 from torch import nn
 
 import fabricamp
@@ -32,7 +33,8 @@ HEAD = """# A step, line by line
 
 `python docs/render_step.py` makes this page: it trains a linear layer for {steps} steps and traces the next one, from the loop's
 line that gets the batch to the one that gets the next. Shown are the lines of fabricamp that are executed, in their order, each
-below the function that it is in; a call is one level further in. Why they are there:
+below the function that it is in; a call is one level further in. torch's compiler is loaded: in a process without it some calls of
+torch's optimizers pass through `_utils/without_compiler.py` first. Why they are there:
 [the way of a gradient](architecture.md#the-way-of-a-gradient).
 """
 SECTIONS = {
