@@ -140,6 +140,8 @@ def _release_after(session: Session, error: BaseException) -> None:
             call_hook(session.source.datamodule, "on_exception", error)
     finally:
         session.end(failed=True)
+        if session.early_record is not None:
+            session.early_record.withdraw()  # a logger gives back a folder in which nothing else was written
         session.give_back(failed=True)
         record_early_failure(session, folder, error)
 

@@ -49,6 +49,7 @@ from fabricamp.engine.optimizer_setup import (
 from fabricamp.engine.performance import give_back
 from fabricamp.engine.report.prediction_record import PredictionRecord, open_record
 from fabricamp.engine.report.profiling import profile_evaluation, profile_fit, profile_train_feed
+from fabricamp.engine.report.run_file import EarlyRecord
 from fabricamp.engine.report.run_summary import RunSummary
 from fabricamp.engine.report.time_spent import TimeSpent
 from fabricamp.engine.run_context import DETACHED
@@ -141,6 +142,7 @@ class Session(RunParts):
         self.predicted: PredictionRecord | None = None
         self.data = DataSource(source, module, strategy, self.precision, self.settings, state)
         self.run_summary = RunSummary(self)
+        self.early_record: EarlyRecord | None = None  # in fit, from open on
 
     @cached_property
     def record(self) -> Record:
@@ -166,6 +168,7 @@ class Session(RunParts):
         fits = self.fn is TrainerFn.FITTING
         self.checkpoint = checkpoint
         if fits:
+            self.early_record = EarlyRecord(self)
             # Gradients of an earlier fit, which may have failed within an accumulation, must not enter this fit's sums.
             by_hand = not self.module.automatic_optimization
             if by_hand and any(parameter.grad is not None for parameter in self.module.parameters()):

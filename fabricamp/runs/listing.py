@@ -65,7 +65,7 @@ def summarise(folder: Path) -> Summary:
     reason = _text(content, "reason")
     if not (folder / NAME).exists():
         # Only a fit writes run.json.
-        reason = f"no {NAME}: another trainer's, or killed before it wrote one"
+        reason = f"no {NAME}: another trainer's"
     elif not content:
         reason = f"{NAME} cannot be read"
     if status == "running":

@@ -34,7 +34,7 @@ def test_runs_with_their_best_values_and_how_they_ended(capsys, monkeypatch):
         for line in capsys.readouterr().out.splitlines()
         if "│" in line
     ]
-    ended = "unknown: no run.json: another trainer's, or killed before it wrote one"
+    ended = "unknown: no run.json: another trainer's"
     assert rows[2][0::2] == ["of_another_trainer", "10", ended]
     assert rows[2][3] == "val_loss 0.25"
     assert [row[0] for row in rows[:2]] == ["small/version_0", "small/version_1"]

@@ -18,6 +18,9 @@ from fabricamp.engine.report import environment_info
 from fabricamp.engine.report.run_file import process_start
 from fabricamp.loggers import CSVLogger
 from fabricamp.runs.listing import summarise
+from fabricamp.runs.reading import find_runs
+from tests.distributed.forked import start_forked
+from tests.distributed.scripts import finish
 from tests.small import Classifier, loader, quiet_trainer
 
 
@@ -193,6 +196,64 @@ def test_a_failure_before_the_first_step_makes_no_folder_and_replaces_no_record(
         fit(FailsBeforeItTrains())
     assert written()["status"] == "finished"
     assert not list(Path("run").glob("run-*.json"))
+
+
+KILLED = """
+import os, signal, sys
+from fabricamp.loggers import CSVLogger, TensorBoardLogger
+from tests.small import Classifier, loader, quiet_trainer
+
+class Killed(Classifier):
+    def on_fit_start(self):
+        self.die("on_fit_start")
+    def configure_optimizers(self):
+        self.die("configure_optimizers")
+        return super().configure_optimizers()
+    def setup(self, stage):
+        self.die("setup")
+    def validation_step(self, batch, batch_idx):
+        self.die("validation_step")
+    def die(self, place):
+        if place == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+logger = {"csv": CSVLogger, "tb": TensorBoardLogger}[sys.argv[2]](".", name="killed")
+quiet_trainer(max_epochs=1, logger=logger).fit(Killed(), loader(), loader())
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "logger"),
+    [("setup", "csv"), ("configure_optimizers", "tb"), ("on_fit_start", "csv"), ("validation_step", "tb")],
+)
+def test_a_process_that_is_killed_before_the_first_step_is_a_run_that_was_killed(place, logger):
+    Path("train.py").write_text(KILLED)
+    code, _, err = finish(start_forked(Path.cwd(), "train.py", place, logger))
+    assert code == -signal.SIGKILL, err
+    assert find_runs(Path("killed")) == [Path("killed/version_0")]
+    listed = summarise(Path("killed/version_0"))
+    assert (listed.status, listed.steps, listed.best) == ("killed", None, {})
+    assert listed.started
+    content = json.loads(Path("killed/version_0/run.json").read_text())
+    assert content["module"].endswith(".Killed")
+    assert content["command"][-2:] == [place, logger]
+
+
+def test_the_early_record_of_a_fit_gives_way_to_the_whole_one_and_keeps_no_other_from_its_name():
+    seen = []
+
+    class Looks(Classifier):
+        def setup(self, stage):
+            seen.append(written())
+
+    content = fit(Looks())
+    assert seen[0]["status"] == "running"
+    assert "first_step" not in seen[0]
+    assert content["first_step"] == 0
+    assert not list(Path("run").glob("run-*.json"))
+    fit(Looks())
+    assert seen[1] == content  # of the earlier fit, until this one trains
+    assert json.loads(Path("run/run-1.json").read_text()) == content
 
 
 def test_a_signal_before_the_first_step_is_recorded():

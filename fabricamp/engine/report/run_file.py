@@ -42,6 +42,41 @@ EVALUATIONS = {fn.value: f"run_{fn}.json" for fn in TrainerFn if fn is not Train
 _LOG = logging.getLogger("fabricamp")
 
 
+class EarlyRecord:
+    """The file of a fit before its loop, so that a run that is killed while it builds its data or its model is listed.
+
+    The record of an earlier fit in the folder stays: this one has changed nothing.
+    """
+
+    def __init__(self, session: Session) -> None:
+        folder = folder_to_record_in(session.trainer)
+        self._folder: Path | None = None
+        if folder is None or (folder / NAME).exists():
+            return
+        self._makes_folder = not folder.exists()
+        with contextlib.suppress(Exception):  # the loop's file comes to the same, and tells of it
+            _write(session.trainer, folder, {**_start(session, folder), "module": _name_of(session.module)})
+            self._folder = folder
+
+    def gives_way_in(self, folder: Path) -> bool:
+        """Leaves the file to the loop, which replaces it in ``folder``; False if it is not there."""
+        is_there = self._folder == folder
+        if is_there:
+            self._folder = None
+        self.withdraw()
+        return is_there
+
+    def withdraw(self) -> None:
+        """Removes the file, and the folder that was made for it, unless there is more in it; does nothing in a second call."""
+        folder, self._folder = self._folder, None
+        if folder is None:
+            return
+        with contextlib.suppress(OSError):
+            (folder / NAME).unlink()
+            if self._makes_folder:
+                folder.rmdir()
+
+
 @contextlib.contextmanager
 def recorded(session: Session) -> Iterator[None]:
     """A context around a fit's loop: writes the file before the loop, and how the run ended after it.
@@ -55,8 +90,10 @@ def recorded(session: Session) -> Iterator[None]:
     content: StateDict = {}
     with _never_an_error():
         beginning = _beginning(session, folder)
+        early = session.early_record
+        is_own = early is not None and early.gives_way_in(folder)
         file = folder / NAME
-        if file.exists():  # of an earlier fit in this folder
+        if file.exists() and not is_own:  # of an earlier fit in this folder
             number = 1 + sum(1 for _ in folder.glob("run-*.json"))
             file.rename(folder / f"run-{number}.json")
         _write(session.trainer, folder, beginning)
@@ -146,6 +183,18 @@ def _write(trainer: Trainer, folder: Path, content: StateDict, name: str = NAME)
     replace_text(folder / name, text + "\n", private=private)
 
 
+def _start(session: Session, folder: Path) -> StateDict:
+    """Returns what is known before anything of the run is built."""
+    return {
+        "status": "running",
+        "started": _now(),
+        "command": masked(sys.orig_argv),
+        "folder": str(Path.cwd()),
+        "other_log_folders": _others(session.trainer, folder),
+        "process": {"host": socket.gethostname(), "pid": os.getpid(), "start": process_start(os.getpid())},
+    }
+
+
 def _beginning(session: Session, folder: Path) -> StateDict:
     trainer = session.trainer
     module = session.module
@@ -154,12 +203,7 @@ def _beginning(session: Session, folder: Path) -> StateDict:
         if kept.logged and session.settings.enable_autolog_hparams:
             hyperparameters |= plain(kept.values, private=kept.private)
     return {
-        "status": "running",
-        "started": _now(),
-        "command": masked(sys.orig_argv),
-        "folder": str(Path.cwd()),
-        "other_log_folders": _others(trainer, folder),
-        "process": {"host": socket.gethostname(), "pid": os.getpid(), "start": process_start(os.getpid())},
+        **_start(session, folder),
         "first_step": trainer.state.global_step,
         "ckpt_path": hidden(trainer.ckpt_path),
         "trainer": {
