@@ -1,11 +1,16 @@
-"""Puts the pages of ``docs`` into the wheel, where ``fabricamp help`` finds them; all else is in pyproject.toml."""
+"""What pyproject.toml cannot say: the pages of ``docs`` in the wheel, where ``fabricamp help`` finds them, and the description."""
 
+import re
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-DOCS = Path(__file__).parent / "docs"
+ROOT = Path(__file__).parent
+DOCS = ROOT / "docs"
+FOLDERS = ("", "how-to")
+"""The folders of ``docs`` whose pages are in the wheel."""
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://|#|mailto:)([^)#]+)[^)]*\)")
 
 
 class WithPages(build_py):
@@ -17,10 +22,30 @@ class WithPages(build_py):
         if self.editable_mode:
             return
         target = Path(self.build_lib) / "fabricamp" / "pages"
-        for folder in ("", "how-to"):
+        for folder in FOLDERS:
             (target / folder).mkdir(parents=True, exist_ok=True)
             for page in (DOCS / folder).glob("*.md"):
                 self.copy_file(str(page), str(target / folder / page.name))
 
 
-setup(cmdclass={"build_py": WithPages})
+def described(readme: str) -> str:
+    """Returns the README for an index: a link to a page of the wheel names its command, others are their text, pictures go."""
+
+    def replaced(match: re.Match[str]) -> str:
+        is_picture, text, target = match.groups()
+        page = ROOT / target
+        if is_picture:
+            return ""
+        if page.suffix != ".md" or page.parent not in [DOCS / folder for folder in FOLDERS]:
+            return text
+        command = f"`fabricamp help {page.stem}`"
+        return command if text == target else f"{text} ({command})"
+
+    return LINK.sub(replaced, readme)
+
+
+setup(
+    cmdclass={"build_py": WithPages},
+    long_description=described((ROOT / "README.md").read_text(encoding="utf-8")),
+    long_description_content_type="text/markdown",
+)

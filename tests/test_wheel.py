@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -66,6 +67,17 @@ def test_the_wheel_describes_itself(wheel):
         metadata = archive.read(name).decode()
         (name,) = (one for one in archive.namelist() if one.endswith("entry_points.txt"))
         scripts = archive.read(name).decode()
+    head, _, description = metadata.partition("\n\n")
+    assert "Author: The fabricamp authors" in head
+    assert "Description-Content-Type: text/markdown" in head
+    assert description.startswith("# fabricamp\n")
+    # A link within a clone would lead nowhere on an index; its page is in the wheel.
+    assert re.findall(r"\]\((?!https?://|#)[^)]*\)", description) == []
+    topics = set(re.findall(r"`fabricamp help ([\w-]+)`", description))
+    assert {"tutorial", "performance", "fp8"} <= topics
+    with zipfile.ZipFile(wheel) as archive:
+        pages = {Path(one).stem for one in archive.namelist() if one.startswith("fabricamp/pages/")}
+    assert topics <= pages
     assert "License-Expression: Apache-2.0" in metadata
     assert "Provides-Extra: cuda13" in metadata
     assert "Requires-Dist: torch>=2.11" in metadata

@@ -55,8 +55,8 @@ def with_metadata(pyproject: str, found: dict[str, str | list[str]]) -> str:
         f'Changelog = "{address}/blob/main/CHANGELOG.md"',
         f'Issues = "{address}/issues"',
     ]
-    head = "\n".join(["[project]", "authors = [", *authors, "]", maintainers])
-    return pyproject.replace("[project]", head, 1) + "\n" + "\n".join(urls) + "\n"
+    people = "\n".join(["authors = [", *authors, "]", maintainers])
+    return re.sub(r"^authors = .*", people, pyproject, count=1, flags=re.MULTILINE) + "\n" + "\n".join(urls) + "\n"
 
 
 def git(*words: str) -> bytes:
