@@ -37,6 +37,7 @@ from fabricamp.precision.level import OptLevel
 from fabricamp.precision.loss_scaler import pending_in
 from fabricamp.precision.step_results import LossWatch
 from fabricamp.precision.torch_updates import StepClosure, clip_gradients, write_gradients
+from fabricamp.precision.unseen_edits import WHOLE_LOOKS
 from fabricamp.state import Scope
 from fabricamp.strategies.base import Strategy
 
@@ -54,8 +55,6 @@ if TYPE_CHECKING:
 
 _OF_GRADIENTS: Final = frozenset({"grad", "grad_norm", "get_total_norm", "clip_grad_norm_"})
 """Names of which a hook's code has one if it looks at gradients."""
-_FIRST_LOOKS: Final = 5
-"""The first updates of a fit, before each of which half weights are compared with their masters; later before each flush's."""
 
 
 class StepRunner(Protocol):
@@ -113,7 +112,7 @@ class Update:
         self._drops_at_epoch_end = settings.partial_window == "drop"
         self._offset = 1  # an accumulation ends where (batch_idx + _offset) % accumulate == 0
         self._batch_complete = True  # False from a micro-batch's backward to its end
-        self._first_looks = _FIRST_LOOKS
+        self._first_looks = WHOLE_LOOKS
         self._next_look: float = 0
         self._optimizer = parts.optimizers[0] if parts.optimizers and automatic else None
         self.optimizer_step: OptimizerStep | None = parts.optimizer_steps[0] if self._optimizer is not None else None
@@ -502,7 +501,8 @@ class Update:
         if self._first_looks > 0:
             self._next_look = step + 1
         else:
-            self._next_look = (step // every + 1) * every if every else math.inf
+            # Midway between two flushes the host is ahead of the device, which does not wait for it then.
+            self._next_look = ((step - every // 2) // every + 1) * every + every // 2 if every else math.inf
 
     def _launch_shown_update(self, step: OptimizerStep, loss: Tensor | None, batch_idx: int) -> None:
         """Launches an update before which hooks or overridden methods see the gradients: unscaled, in ``.grad``."""

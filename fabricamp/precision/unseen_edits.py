@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -10,6 +11,13 @@ from torch import Tensor
 from fabricamp.ops.shards import local
 from fabricamp.ops.tensors import note_differences
 from fabricamp.torch_private import stream_in_use
+
+WHOLE_LOOKS: Final = 5
+"""The number of looks that compare all weights: most programs that edit do so in every step."""
+_SHARES: Final = 8
+"""A later look compares about one part in as many of the weights: reading all takes a fifth of an update's time."""
+_LEAST: Final = 2**20
+"""Elements up to which a look always compares all of them."""
 
 
 class UnseenEdits:
@@ -19,6 +27,12 @@ class UnseenEdits:
     """
 
     def __init__(self) -> None:
+        self._whole_looks = WHOLE_LOOKS
+        self._elements = 0
+        """The number of elements in all weights."""
+        self._begin = 0
+        self._end = 0
+        """The weights that were compared last: from one index to another."""
         self._flags: Tensor | None = None
         """For each half weight whether it differs, on its device."""
         self._on_host: Tensor | None = None
@@ -33,12 +47,32 @@ class UnseenEdits:
         if self._flags is None or self._flags.device != device or len(self._flags) != len(halves):
             self._flags = torch.zeros(len(halves), dtype=torch.int32, device=device)
             self._on_host = torch.zeros(len(halves), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-        note_differences(list(map(local, masters)), list(map(local, halves)), self._flags)
+            self._elements = sum(local(half).numel() for half in halves)
+            self._end = len(halves)
+        self._choose(halves)
+        compared = slice(self._begin, self._end)
+        flags = self._flags[compared]
+        note_differences(list(map(local, masters[compared])), list(map(local, halves[compared])), flags)
         assert self._on_host is not None
-        self._on_host.copy_(self._flags, non_blocking=True)
+        self._on_host.zero_()
+        self._on_host[compared].copy_(flags, non_blocking=True)
         if device.type == "cuda":
             self._arrived = torch.cuda.Event()
             self._arrived.record(stream_in_use(device))
+
+    def _choose(self, halves: Sequence[Tensor]) -> None:
+        """Sets the weights for the next comparison: all at first, then a share that follows the last one."""
+        if self._whole_looks > 0:
+            self._whole_looks -= 1
+            self._begin, self._end = 0, len(halves)
+            return
+        self._begin = self._end if self._end < len(halves) else 0
+        self._end = self._begin
+        share = max(self._elements // _SHARES, _LEAST)
+        elements = 0
+        while self._end < len(halves) and elements < share:
+            elements += local(halves[self._end]).numel()
+            self._end += 1
 
     def found(self) -> int | None:
         """Returns the index of the first half weight that differs from its master; None if none does, or it is not known yet."""

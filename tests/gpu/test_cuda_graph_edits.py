@@ -25,13 +25,13 @@ LEVELS = {"O2": OptLevel("O2", loss_scale=64.0), "O5": OptLevel("O5")}
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_edits_through_data_are_found_at_a_flush(level):
+def test_edits_through_data_are_found_between_two_flushes(level):
     trainer = quiet_trainer(
         max_epochs=1, accelerator="gpu", precision=LEVELS[level], cuda_graph=True, log_every_n_steps=10
     )
     with pytest.raises(ConfigError, match="'net.weight' differs from its rounded fp32 master"):
         trainer.fit(EditsOnDevice(".data", fused_adam), batches(60))
-    assert trainer.global_step in (10, 20)  # the host may learn of a look at the next one
+    assert trainer.global_step in (15, 25)  # the host may learn of a look at the next one
 
 
 @pytest.mark.parametrize("level", [*LEVELS, "O1", "O4"])
