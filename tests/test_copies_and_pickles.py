@@ -502,6 +502,7 @@ LAYERS = {
     "MixedFusedRMSNorm": lambda: fnn.MixedFusedRMSNorm(3),
     "SyncBatchNorm": lambda: fnn.SyncBatchNorm(3, fuse_relu=True),
     "SoftmaxCrossEntropyLoss": fnn.SoftmaxCrossEntropyLoss,
+    "FusedLinearCrossEntropy": lambda: fnn.FusedLinearCrossEntropy(3, 5, z_loss=0.1),
     "converted": lambda: fnn.convert_syncbn_model(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))),
 }
 
@@ -513,7 +514,7 @@ def test_a_layer(name, way):
     copied = way(layer)
     assert_equal(state_of(copied), state_of(layer))
     x = torch.tensor([[1.0, 2.0, 4.0], [0.0, -1.0, 1.0]])
-    given = (x, torch.tensor([0, 2])) if name == "SoftmaxCrossEntropyLoss" else (x,)
+    given = (x, torch.tensor([0, 2])) if "CrossEntropy" in name else (x,)
     assert torch.equal(copied(*given), layer(*given))
     assert torch.equal(way(layer)(*given), layer(*given))
 

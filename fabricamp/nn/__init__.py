@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fabricamp.nn.conversion import create_syncbn_process_group as create_syncbn_process_group
     from fabricamp.nn.conversion import fuse as fuse
     from fabricamp.nn.conversion import revert_syncbn_model as revert_syncbn_model
+    from fabricamp.nn.losses import FusedLinearCrossEntropy as FusedLinearCrossEntropy
     from fabricamp.nn.losses import SoftmaxCrossEntropyLoss as SoftmaxCrossEntropyLoss
     from fabricamp.nn.norms import FusedLayerNorm as FusedLayerNorm
     from fabricamp.nn.norms import FusedRMSNorm as FusedRMSNorm
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "FusedLayerNorm": "fabricamp.nn.norms",
+    "FusedLinearCrossEntropy": "fabricamp.nn.losses",
     "FusedRMSNorm": "fabricamp.nn.norms",
     "MixedFusedLayerNorm": "fabricamp.nn.norms",
     "MixedFusedRMSNorm": "fabricamp.nn.norms",

@@ -22,6 +22,7 @@ from fabricamp.ops.lamb import LambRule as LambRule
 from fabricamp.ops.lamb import lamb as lamb
 from fabricamp.ops.larc import LarcRule as LarcRule
 from fabricamp.ops.larc import larc as larc
+from fabricamp.ops.linear_cross_entropy import fused_linear_cross_entropy as fused_linear_cross_entropy
 from fabricamp.ops.lion import LionRule as LionRule
 from fabricamp.ops.lion import lion as lion
 from fabricamp.ops.norm.normalization import layer_norm as layer_norm

@@ -19,13 +19,14 @@ from fabricamp.ops.dispatch import chosen, is_batch, recorded, torch_alone
 
 _REDUCTIONS: Final = ("mean", "sum", "none")
 _LABELS: Final = {torch.int64: "int64", torch.int32: "int"}
-_LOGITS: Final = (torch.float32, torch.float16, torch.bfloat16)
+LOGITS: Final = (torch.float32, torch.float16, torch.bfloat16)
 _NAME: Final = "cross_entropy"
-_TOO_WIDE: Final = 2**30  # the kernels count the elements of a row in 32 bits
+TOO_WIDE: Final = 2**30  # the kernels count the elements of a row in 32 bits
 _WARP: Final = 32
 _ROWS_IN_A_BLOCK: Final = 8  # if one warp does a row
 _ROWS_OF_A_SUM: Final = 4096
 _MOST_SUMS: Final = 256  # the threads of the block that adds the sums
+_MOST_BLOCKS: Final = 8192  # of a pass over a gradient
 _NOT_A_CLASS: Final = -100
 _SCHEMA: Final = "float label_smoothing, int ignore_index, str reduction, float z_loss"
 
@@ -72,7 +73,7 @@ def fused_cross_entropy(
             "and other code still has it; give the output of an operation, or in_place=False"
         )
     classes = index(logits.shape[-1])  # a constant for torch.compile, which treats the choice as a constant
-    by_kernel = logits.dtype in _LOGITS and classes < _TOO_WIDE and chosen(_NAME, logits.dtype, classes, logits.device)
+    by_kernel = logits.dtype in LOGITS and classes < TOO_WIDE and chosen(_NAME, logits.dtype, classes, logits.device)
     if by_kernel and not torch_alone():
         # A subclass may have no memory of its own.
         if torch.compiler.is_compiling() or (type(logits) is Tensor and recorded()):
@@ -101,10 +102,7 @@ def _is_of_a_leaf(logits: Tensor) -> bool:
 def _check(logits: Tensor, target: Tensor) -> None:
     if not logits.dtype.is_floating_point:
         raise ConfigError(f"logits of {logits.dtype}: give a floating dtype (logits come first, then targets)")
-    if target.dtype not in _LABELS:
-        raise ConfigError(
-            f"targets of {target.dtype}: give class indices of int64 or int32 (probabilities are torch's F.cross_entropy)"
-        )
+    check_labels(target)
     if logits.dim() == 0 or logits.shape[:-1] != target.shape or logits.shape[-1] == 0:
         raise ConfigError(
             f"logits of shape {tuple(logits.shape)} and targets of shape {tuple(target.shape)}: classes are the last dimension "
@@ -112,6 +110,14 @@ def _check(logits: Tensor, target: Tensor) -> None:
         )
     if logits.device != target.device:
         raise ConfigError(f"logits are on {logits.device} and targets on {target.device}: move one of them")
+
+
+def check_labels(target: Tensor) -> None:
+    """Raises ConfigError if ``target`` has not the dtype of class indices."""
+    if target.dtype not in _LABELS:
+        raise ConfigError(
+            f"targets of {target.dtype}: give class indices of int64 or int32 (probabilities are torch's F.cross_entropy)"
+        )
 
 
 class _Saved(Context, Protocol):
@@ -193,6 +199,17 @@ def _in_rows(logits: Tensor) -> tuple[Tensor, _RowStrides]:
         layout = _row_strides(logits)
         assert layout is not None
     return logits, layout
+
+
+def cross_entropy_rescale(gradient: Tensor, factor: Tensor) -> None:
+    """Multiplies ``gradient`` in place by ``factor`` (fp32, no dimensions), in fp32; a kernel reads nothing if that is 1."""
+    if not runs_kernels(gradient.device):
+        gradient.copy_(gradient * factor if gradient.dtype == torch.float32 else gradient.float() * factor)
+        return
+    defines = (("LOGIT", c_type(gradient.dtype)), ("LABEL", "int64"), ("LANES", str(_WARP)))
+    run = kernel(_NAME, "cross_entropy_rescale", (), gradient.device, defines)
+    packs = gradient.numel() * gradient.element_size() // 16
+    run(min(max(-(-packs // 256), 1), _MOST_BLOCKS), 256, gradient, factor, gradient.numel())
 
 
 def _is_writable(layout: _RowStrides, rows: int, classes: int) -> bool:
@@ -308,8 +325,7 @@ def cross_entropy_reference(
 ) -> Tensor:
     """Computes :func:`fused_cross_entropy` in torch's own operations: its backward can be differentiated again."""
     wide, labels, wrong = _rows(logits, target, ignore_index)
-    if target.device.type == "cpu" and type(target) is Tensor and not (recorded() or torch_alone()):
-        _refuse(target, wrong, logits.shape[-1])
+    check_classes(target, logits.shape[-1], ignore_index)
     classes = labels.masked_fill(wrong, 0)
     losses = F.cross_entropy(
         wide, classes, reduction="none", label_smoothing=label_smoothing, ignore_index=_NOT_A_CLASS
@@ -335,9 +351,15 @@ def _rows(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Te
     return wide, labels.masked_fill(~counts, _NOT_A_CLASS), wrong
 
 
+def check_classes(target: Tensor, classes: int, ignore_index: int) -> None:
+    """Raises ConfigError if a target on a CPU names no class; on a GPU the check would make the host wait."""
+    if target.device.type == "cpu" and type(target) is Tensor and not (recorded() or torch_alone()):
+        _refuse(target, (target != ignore_index) & ((target < 0) | (target >= classes)), classes)
+
+
 def _refuse(target: Tensor, wrong: Tensor, classes: int) -> None:
     if bool(wrong.any()):
-        position = tuple(wrong.reshape(target.shape).nonzero()[0].tolist())
+        position = tuple(wrong.nonzero()[0].tolist())
         raise ConfigError(
             f"target{list(position) if position else ''} is {int(target[position])}, but there are {classes} classes: targets are "
             f"0 to {classes - 1}, or ignore_index for rows that do not count"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabricamp.arguments.checks import check_number
 from fabricamp.errors import ConfigError
+from fabricamp.nn.losses import FusedLinearCrossEntropy
 from fabricamp.ops.shards import any_shard, is_shard
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ def split_layers(
 ) -> Callable[[], None]:
     """Splits layers of ``module`` over ``mesh`` by ``parallelize``; returns a function that restores changed attributes.
 
-    The attributes are plain values, such as a number of heads.  Raises :class:`ConfigError` if nothing was split, or if shards
-    have different sizes.
+    The attributes are plain values, such as a number of heads.  Raises :class:`ConfigError` if nothing was split, if shards have
+    different sizes, and for a split head that computes its loss.
     """
     before = {submodule: _plain_values(submodule) for submodule in module.modules()}
     parallelize(module, mesh)
@@ -49,6 +50,7 @@ def split_layers(
         )
     for name, parameter in module.named_parameters():
         _check_even(name, parameter, mesh)
+    _check_heads(module)
     changed = [(submodule, old) for submodule, values in before.items() if (old := _changed(submodule, values))]
 
     def restore() -> None:
@@ -64,6 +66,15 @@ def _check_even(name: str, parameter: Any, mesh: DeviceMesh) -> None:
             raise ConfigError(
                 f"FSDP(parallelize=...) splits {name} {tuple(parameter.shape)} along dimension {placement.dim} over {mesh.size()} "
                 "ranks, which leaves them parts of different sizes; give the layer a multiple, or leave it out of the plan"
+            )
+
+
+def _check_heads(module: nn.Module) -> None:
+    for name, head in module.named_modules():
+        if isinstance(head, FusedLinearCrossEntropy) and any_shard(head.parameters()):
+            raise ConfigError(
+                f"FSDP(parallelize=...) splits {name}, a FusedLinearCrossEntropy, and a vocabulary-parallel head is not offered: "
+                "leave it out of the plan, or give nn.Linear, whose logits are stored, and torch's loss_parallel"
             )
 
 

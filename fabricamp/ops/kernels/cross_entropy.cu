@@ -1,5 +1,5 @@
 // Cross-entropy of rows of logits, each read once forward and once backward; one block, or one warp (LANES = 32), per row.
-// ops: fused_cross_entropy
+// ops: fused_cross_entropy, fused_linear_cross_entropy
 #include "common.cuh"
 
 #ifndef LOGIT  // defined by ops/bridge.py: the types of logits and targets, and the threads of a row
@@ -244,4 +244,23 @@ extern "C" __global__ void __launch_bounds__(512, 2) cross_entropy_backward(
   if (!has_label) return;
   float value[1] = {body.of(at_label) - factor * (1.f - smooth)};
   store<1>(to + label, value);
+}
+
+// Multiplies gradients, made for an upstream gradient of 1, by the one that came.  `gradient` begins at 16 bytes.
+extern "C" __global__ void __launch_bounds__(256) cross_entropy_rescale(LOGIT* gradient, const float* factor, int64 elements) {
+  float by = *factor;
+  if (by == 1.f) return;
+  int64 packs = elements / WIDTH, thread = (int64)blockIdx.x * blockDim.x + threadIdx.x, threads = (int64)gridDim.x * blockDim.x;
+  float value[WIDTH], single[1];
+  for (int64 i = thread; i < packs; i += threads) {
+    load<WIDTH>(gradient + i * WIDTH, value);
+#pragma unroll
+    for (int j = 0; j < WIDTH; ++j) value[j] *= by;
+    store<WIDTH>(gradient + i * WIDTH, value);
+  }
+  for (int64 i = packs * WIDTH + thread; i < elements; i += threads) {
+    load<1>(gradient + i, single);
+    single[0] *= by;
+    store<1>(gradient + i, single);
+  }
 }
