@@ -50,25 +50,26 @@ class EarlyRecord:
 
     def __init__(self, session: Session) -> None:
         folder = folder_to_record_in(session.trainer)
-        self._folder: Path | None = None
+        self.folder: Path | None = None
+        """The folder that has the file; None: there is none, or it is the loop's by now."""
         if folder is None or (folder / NAME).exists():
             return
         self._makes_folder = not folder.exists()
         with contextlib.suppress(Exception):  # the loop's file comes to the same, and tells of it
             _write(session.trainer, folder, {**_start(session, folder), "module": _name_of(session.module)})
-            self._folder = folder
+            self.folder = folder
 
     def gives_way_in(self, folder: Path) -> bool:
         """Leaves the file to the loop, which replaces it in ``folder``; False if it is not there."""
-        is_there = self._folder == folder
+        is_there = self.folder == folder
         if is_there:
-            self._folder = None
+            self.folder = None
         self.withdraw()
         return is_there
 
     def withdraw(self) -> None:
         """Removes the file, and the folder that was made for it, unless there is more in it; does nothing in a second call."""
-        folder, self._folder = self._folder, None
+        folder, self.folder = self.folder, None
         if folder is None:
             return
         with contextlib.suppress(OSError):

@@ -134,7 +134,7 @@ class RunSummary:
             return
         yield from _folders(trainer)
         if trainer.ckpt_path is None and not trainer.state.batches_done:
-            yield from _logs_of_others(trainer)
+            yield from _logs_of_others(self._session)
         if settings.max_epochs_by_default:
             yield f"max_epochs was not given: {settings.max_epochs} epochs (-1 for no limit)"
         if trainer.ckpt_path is not None:
@@ -233,8 +233,10 @@ def _folders(trainer: Trainer) -> Iterator[str]:
             yield f"{what}: {', '.join(map(shown, folders))}"
 
 
-def _logs_of_others(trainer: Trainer) -> Iterator[str]:
+def _logs_of_others(session: Session) -> Iterator[str]:
     """Yields a line for each folder into which an earlier run has logged: both runs' values then share files and curves."""
-    folders = (logger.folder for logger in trainer.loggers if isinstance(logger, RunFolderLogger))
-    for folder in dict.fromkeys(folder for folder in folders if (folder / NAME).is_file()):
+    folders = {logger.folder: None for logger in session.trainer.loggers if isinstance(logger, RunFolderLogger)}
+    if session.early_record is not None:
+        folders.pop(session.early_record.folder, None)  # its file is of this run
+    for folder in (folder for folder in folders if (folder / NAME).is_file()):
         yield f"An earlier run has logged into {shown(folder)}: new values follow its own; another name or version keeps runs apart"
