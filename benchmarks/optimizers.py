@@ -74,6 +74,8 @@ class Case(NamedTuple):
     fused: bool
     floor: int
     extra: dict[str, int] | None = EXTRA
+    compact: tuple[tuple[str, Callable[..., Any], int], ...] = ()
+    """Rows of the complete update at O5 with other masters: name, optimizer, and bytes per parameter."""
 
 
 class Average:
@@ -99,6 +101,10 @@ CASES: dict[str, Case] = {
         torchs=lambda p, **how: torch.optim.AdamW(p, lr=1e-4, weight_decay=0.01, **how),
         fused=True,
         floor=28,  # reads p, g, m, v; writes p, m, v
+        compact=(
+            # Reads g twice, and p, r, m, v; writes p, r, m, v.
+            ("O5 ours, remainder", lambda p: FusedAdam(p, lr=1e-4, weight_decay=0.01, masters="remainder"), 28),
+        ),
     ),
     "lamb": Case(
         ours=lambda p: FusedLAMB(p, lr=1e-4),
@@ -311,6 +317,8 @@ def update_rows(case: Case, shapes: list[tuple[int, ...]]) -> dict[str, Result]:
         return {}
     repeat = 50 if sum(map(torch.Size.numel, map(torch.Size, shapes))) < 5e8 else 10
     rows = {f"{level} ours": through_precision(level, case, shapes, repeat) for level in ("O1", "O2", "O5")}
+    for row, make, _ in case.compact:
+        rows[row] = through_precision("O5", case._replace(ours=make), shapes, repeat)
     if case.torchs is not None and case.fused:
         rows["O1 GradScaler, clip, torch fused"] = with_grad_scaler(case, shapes, repeat, clip=True)
         rows["O1 GradScaler, torch fused, no clip"] = with_grad_scaler(case, shapes, repeat, clip=False)
@@ -321,8 +329,9 @@ def update_rows(case: Case, shapes: list[tuple[int, ...]]) -> dict[str, Result]:
 def table(name: str, kind: str, rows: dict[str, Result], elements: int, case: Case, bandwidth: float) -> list[dict]:
     made = []
     for row, result in rows.items():
-        moved = (case.floor + (case.extra or {}).get(row[:2], 0) if kind == "update" else case.floor) * elements
-        share = moved / result.gpu_ms / 1e6 / bandwidth
+        moved = case.floor + (case.extra or {}).get(row[:2], 0) if kind == "update" else case.floor
+        moved = next((own for compact, _, own in case.compact if compact == row), moved)
+        share = moved * elements / result.gpu_ms / 1e6 / bandwidth
         host = "waits" if result.host_us is None else f"{result.host_us:.0f}"
         print(
             f"{name:13} {kind:7} {row:36} {result.gpu_ms:8.3f} {result.wall_ms:8.3f} {host:>7} {share:6.0%}", flush=True

@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 from fabricamp import ops
 from fabricamp._utils.types import StateDict
 from fabricamp.errors import ConfigError, nearest
+from fabricamp.ops.remainders import is_remainder, joined, part_into, wide_values
 from fabricamp.ops.shards import is_shard, local
 from fabricamp.ops.write_gate import WRITES
+from fabricamp.optimizers import FusedOptimizer
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.master_weights import module_parameter, round_to
 from fabricamp.strategies.base import Strategy
@@ -101,6 +103,22 @@ def _holds_numbers(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.itemsize > 1
 
 
+class Source(NamedTuple):
+    """A tensor to average: what an optimizer ``updated`` (such as an fp32 master), and the module's ``own``.
+
+    ``remainder``: the bits that a bf16 weight lacks.
+    """
+
+    updated: Tensor
+    own: Tensor
+    remainder: Tensor | None = None
+
+    @property
+    def value(self) -> Tensor:
+        """What the optimizer updates; of a weight with a remainder the fp32 value, a new tensor."""
+        return self.updated if self.remainder is None else joined(self.updated, self.remainder)
+
+
 class Averages:
     """Averages of the parameters that optimizers update, and of buffers.
 
@@ -119,6 +137,7 @@ class Averages:
         self._rule = rule
         self._device = device
         self._parameters: list[Tensor] = []  # local shards
+        self._remainders: list[Tensor | None] = []
         self._buffers: dict[str, AveragedBuffer] = {}
         self._local_averages: list[Tensor] = []
         """The averages of parameters, then those of buffers."""
@@ -139,11 +158,13 @@ class Averages:
         """Registers the tensors that are trained now, and ``buffers``; new averages start as ``saved``, or as the weights."""
         self._buffers = dict(buffers)
         sources = self._sources(module, optimizers, strategy)
-        for name, (updated, _) in sources.items():
+        for name, source in sources.items():
             if name not in self.values:
-                value = updated if saved is None else saved.get(name, updated)
-                self.values[name] = self._new(value, torch.promote_types(updated.dtype, torch.float32))
-        self._parameters = [local(updated) for name, (updated, _) in sources.items() if name not in self._buffers]
+                value = saved[name] if saved is not None and name in saved else source.value
+                self.values[name] = self._new(value, torch.promote_types(source.updated.dtype, torch.float32))
+        parameters = [source for name, source in sources.items() if name not in self._buffers]
+        self._parameters = [local(source.updated) for source in parameters]
+        self._remainders = [source.remainder for source in parameters]
         self._local_averages = [local(self.values[name]) for name in sources]
         self._is_statistic = None
         if self._buffers:
@@ -171,21 +192,20 @@ class Averages:
         part._local_tensor = local(part).to(self._device)
         return own
 
-    def _sources(
-        self, module: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy
-    ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Returns by name (tensor that an optimizer updates, such as an fp32 master; the module's own tensor), buffers last."""
+    def _sources(self, module: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy) -> dict[str, Source]:
+        """Returns what to average by name, buffers last."""
         strategy.sharding.settle_module(module)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        sources: dict[str, tuple[Tensor, Tensor]] = {}
+        sources: dict[str, Source] = {}
         for optimizer in optimizers:
+            remainders = optimizer.remainders if isinstance(optimizer, FusedOptimizer) else {}
             for updated in owned_parameters(optimizer):
                 parameter = module_parameter(updated)
                 if id(parameter) in names:
-                    sources[names[id(parameter)]] = (updated.detach(), parameter)
+                    sources[names[id(parameter)]] = Source(updated.detach(), parameter, remainders.get(updated))
         for name, buffer in self._buffers.items():
             tensor = buffer.tensor
-            sources[name] = (tensor, tensor)
+            sources[name] = Source(tensor, tensor)
         return sources
 
     # -- updates -----------------------------------------------------------------------------------------------------------------
@@ -199,12 +219,18 @@ class Averages:
         """
         self.begun = True
         averages = self._local_averages
-        weights = [*self._parameters, *[local(buffer.tensor) for buffer in self._buffers.values()]]
+        parameters = self._parameters
+        remainders: Sequence[Tensor | None] = self._remainders
+        is_copy = applied is None and isinstance(self.count, int) and self.count == 0
+        if any(map(is_remainder, remainders)) and (is_copy or self._device is not None or self._rule.share is None):
+            parameters = wide_values(parameters, remainders)  # else the kernel joins them
+            remainders = ()
+        weights = [*parameters, *[local(buffer.tensor) for buffer in self._buffers.values()]]
         if self._device is not None:
             weights = [weight.to(self._device) for weight in weights]
         buffers_before = _joined(self._buffer_averages) if self._buffers else None
         if applied is None and isinstance(self.count, int):
-            self._move(averages, weights, self.count)
+            self._move(averages, weights, remainders, self.count)
             self._settle_buffers(buffers_before, weights, None)
             self.count += 1
             return
@@ -215,24 +241,33 @@ class Averages:
         # 1 or 0, on the device: whether this update counts.
         counts = torch.ones_like(self.count) if anyway else torch.ne(applied, self.applied).long()
         self.applied = applied.clone()
-        self._move_where(averages, weights, self.count, counts)
+        self._move_where(averages, weights, remainders, self.count, counts)
         self._settle_buffers(buffers_before, weights, counts)
         self.count = self.count + counts
 
-    def _move(self, averages: list[Tensor], weights: list[Tensor], count: int) -> None:
+    def _move(
+        self, averages: list[Tensor], weights: list[Tensor], remainders: Sequence[Tensor | None], count: int
+    ) -> None:
         if count == 0:
             torch._foreach_copy_(averages, weights)
         elif self._rule.share is not None:
-            ops.ema(weights, averages, 1 - self._rule.share(count))
+            _move_by(weights, remainders, averages, 1 - self._rule.share(count))
         else:
             count_tensor = torch.tensor(count, dtype=torch.int64, device=averages[0].device)
             self._rule.run(averages, _like(weights, averages), count_tensor)
 
-    def _move_where(self, averages: list[Tensor], weights: list[Tensor], count: Tensor, counts: Tensor) -> None:
+    def _move_where(
+        self,
+        averages: list[Tensor],
+        weights: list[Tensor],
+        remainders: Sequence[Tensor | None],
+        count: Tensor,
+        counts: Tensor,
+    ) -> None:
         """Moves the averages if ``counts`` is 1, and not if it is 0; the host does not know which."""
         if self._rule.share is not None:
             share = torch.where(count == 0, 1.0, self._rule.share(count.double()) * counts.double())
-            ops.ema(weights, averages, 1 - share)
+            _move_by(weights, remainders, averages, 1 - share)
             return
         # A user's function takes no condition: it runs in any case, and the old averages are put back.
         before = [average.clone() for average in averages]
@@ -272,7 +307,10 @@ class Averages:
         Every rank gets rank 0's averages of buffers, because those are the ones in a checkpoint.
         """
         sources = self._sources(module, optimizers, strategy)
-        raw = {name: updated.clone() for name, (updated, _) in sources.items()}
+        raw = {
+            name: source.updated.clone() if source.remainder is None else source.value
+            for name, source in sources.items()
+        }
         values = {name: self.values[name] for name in sources if name in self.values}
         self._write(sources, {**values, **self._of_rank_zero(values, strategy)})
         return raw
@@ -284,7 +322,7 @@ class Averages:
         """Writes the weights that :meth:`put_in` returned back into the module."""
         self._write(self._sources(module, optimizers, strategy), raw)
 
-    def _write(self, sources: Mapping[str, tuple[Tensor, Tensor]], values: Mapping[str, Tensor]) -> None:
+    def _write(self, sources: Mapping[str, Source], values: Mapping[str, Tensor]) -> None:
         """Writes ``values`` into the tensors that optimizers update, and rounds masters to the module's half weights."""
         if WRITES.closed:
             WRITES.open()
@@ -295,7 +333,11 @@ class Averages:
         for name, value in values.items():
             if name not in sources:
                 continue
-            source, own = map(local, sources[name])
+            remainder = sources[name].remainder
+            if remainder is not None:
+                part_into(value, sources[name].own, remainder)
+                continue
+            source, own = local(sources[name].updated), local(sources[name].own)
             updated.append(source)
             new_values.append(local(value))
             if source.data_ptr() != own.data_ptr():
@@ -310,6 +352,20 @@ class Averages:
             return {}
         own = {name: values[name].cpu() for name in self._buffers}
         return strategy.broadcast(own) if own else {}
+
+
+def _move_by(
+    weights: Sequence[Tensor],
+    remainders: Sequence[Tensor | None],
+    averages: Sequence[Tensor],
+    decay: float | Tensor,
+) -> None:
+    """Moves the averages: one launch, and one more for weights with remainders, the first of ``weights``."""
+    joint = [row for row, remainder in enumerate(remainders) if remainder is not None]
+    apart = [row for row in range(len(weights)) if row not in set(joint)]
+    ops.ema([weights[row] for row in apart], [averages[row] for row in apart], decay)
+    own = [remainder for remainder in remainders if remainder is not None]
+    ops.ema([weights[row] for row in joint], [averages[row] for row in joint], decay, remainders=own)
 
 
 def mean(count: Any) -> Any:

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError
 from fabricamp.messages import on_screen
+from fabricamp.optimizers import FusedOptimizer
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision import OptLevel
 from fabricamp.precision.casting import convertible_modules, tensors_to_convert
@@ -162,6 +163,12 @@ class ModelSummary(Callback):
         own = {id(parameter) for parameter in pl_module.parameters()}
         updated = [tensor for optimizer in trainer.optimizers for tensor in owned_parameters(optimizer)]
         memory["masters"] = sum(_bytes(tensor) for tensor in _once(updated) if id(tensor) not in own)
+        memory["masters"] += sum(
+            _bytes(remainder)
+            for optimizer in trainer.optimizers
+            if isinstance(optimizer, FusedOptimizer)
+            for remainder in optimizer.remainders.values()
+        )
         memory["gradient sums"] = sum(
             _bytes(gradient)
             for optimizer in trainer.optimizers

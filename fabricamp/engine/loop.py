@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from fabricamp.agenda import PassEnd
 from fabricamp.data import set_epoch
 from fabricamp.engine.entries import Deadline, Flush, Interruption, Stop, Validation
+from fabricamp.engine.optimizer_setup import sharing_weights
 from fabricamp.engine.report.time_spent import SlowData
 from fabricamp.engine.run_parts import RunParts
 from fabricamp.errors import ConfigError
@@ -181,7 +182,8 @@ class TrainingLoop:
 
     def _follow_freezing(self) -> None:
         """Lets the strategy rewrap the step if hooks have frozen or unfrozen parameters."""
-        step = self.parts.strategy.rewrap_module(self._step)
+        with sharing_weights(self.parts.precision, self.parts.optimizers):
+            step = self.parts.strategy.rewrap_module(self._step)
         if step is not self._step:
             self._step = step
             self.runner.use(step)

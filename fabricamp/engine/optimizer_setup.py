@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -20,6 +21,7 @@ from fabricamp.precision.torch_updates import refuse_values_of_complex
 if TYPE_CHECKING:
     from fabricamp._utils.types import Closure, OptimizerFace
     from fabricamp.module import TrainingModule
+    from fabricamp.precision.base import Precision
     from fabricamp.trainer.arguments import Settings
 
 SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
@@ -139,6 +141,17 @@ def check_optimizers(optimizers: list[Optimizer], module: nn.Module) -> None:
                 f"{type(module).__name__} (the first has shape {foreign[0]}); build it from self.parameters() in "
                 "configure_optimizers, after the layers have their final form"
             )
+
+
+@contextlib.contextmanager
+def sharing_weights(precision: Precision, optimizers: Iterable[OptimizerFace]) -> Iterator[None]:
+    """Lets a strategy write rank 0's weights within, which all ranks have: for weights with remainders this is no edit."""
+    alike = any(getattr(optimizer, "remainders", None) for optimizer in optimizers)
+    if alike:
+        precision.take_edits()  # refuses those of hooks before
+    yield
+    if alike:
+        precision.note_restored_weights()
 
 
 def check_optimization(

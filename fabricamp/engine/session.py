@@ -45,6 +45,7 @@ from fabricamp.engine.optimizer_setup import (
     check_optimization,
     check_optimizers,
     parse_optimizers,
+    sharing_weights,
 )
 from fabricamp.engine.performance import give_back
 from fabricamp.engine.report.prediction_record import PredictionRecord, open_record
@@ -71,7 +72,7 @@ from fabricamp.nn.conversion import convert_syncbn_model, revert_syncbn_model
 from fabricamp.ops.peer_memory import check_peers
 from fabricamp.optimizers import muon
 from fabricamp.optimizers.closures import demands_closure
-from fabricamp.optimizers.refusals import refuse_momentum_in_gradients
+from fabricamp.optimizers.refusals import refuse_masters, refuse_momentum_in_gradients
 from fabricamp.precision.base import NOT_CONVERTED
 from fabricamp.rng import isolate_rng
 from fabricamp.state import RunningStage, TrainerFn
@@ -292,6 +293,8 @@ class Session(RunParts):
             muon.check_shapes(optimizer)
             muon.check_momentum(optimizer)
             refuse_momentum_in_gradients(optimizer, automatic=module.automatic_optimization)
+            shards = self.strategy.sharding.owns_master_weights
+            refuse_masters(optimizer, module, self.precision.name, self.strategy.name if shards else "")
         self.run_context.optimizers = [ManagedOptimizer(optimizer, module) for optimizer in self.optimizers]
         self.run_context.schedulers = [config.scheduler for config in self.schedulers]
 
@@ -312,12 +315,13 @@ class Session(RunParts):
                 f"precision {self.precision.name!r} sums the gradients of micro-batches in fp32, and ranks exchange these sums: "
                 f"{refusal}"
             )
-        self.step = self.strategy.wrap_module(
-            self.module,
-            self.compilation.training_step(),
-            automatic=automatic,
-            accumulates=self.settings.accumulates or sums,
-        )
+        with sharing_weights(self.precision, self.optimizers):
+            self.step = self.strategy.wrap_module(
+                self.module,
+                self.compilation.training_step(),
+                automatic=automatic,
+                accumulates=self.settings.accumulates or sums,
+            )
 
     # -- fit ---------------------------------------------------------------------------------------------------------------------
 

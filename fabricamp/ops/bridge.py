@@ -30,6 +30,7 @@ _TYPES: Final = {
     torch.float16: "__half",
     torch.bfloat16: "__nv_bfloat16",
     torch.uint8: "unsigned char",
+    torch.int16: "Remainder",
     None: "None",
 }
 Defines = tuple[tuple[str, str], ...]

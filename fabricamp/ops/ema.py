@@ -8,6 +8,7 @@ import torch
 
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.reference import rounded, unless_skipped
+from fabricamp.ops.remainders import wide_values
 from fabricamp.ops.table import table_of
 
 if TYPE_CHECKING:
@@ -25,23 +26,26 @@ def ema(
     decay: float | Tensor,
     *,
     state: StepState | None = None,
+    remainders: Sequence[Tensor] | None = None,
 ) -> None:
     """Sets each of ``averages`` to ``decay * average + (1 - decay) * parameter``, computed in at least fp32.
 
+    ``remainders``: the bits (int16) that the parameters, then bf16, lack.
     A ``decay`` in device memory may change between replays of a captured step (fp64 keeps all digits of a decay near 1).
     If ``state.found_inf`` is set, because the preceding step was skipped, nothing changes.
     """
     if not parameters:
         return
     if runs_kernels(averages[0].device):
-        table = table_of(parameters, averages)
+        table = table_of(parameters, averages, *([] if remainders is None else [remainders]))
         words = None if state is None else state.words
         if isinstance(decay, torch.Tensor):
             table.launch("ema", "ema", words, decay.to(table.device, torch.float64), 0.0)
         else:
             table.launch("ema", "ema", words, None, float(decay))
         return
-    unless_skipped(state, averages, lambda: _reference(parameters, averages, decay))
+    values = wide_values(parameters, remainders) if remainders is not None else parameters
+    unless_skipped(state, averages, lambda: _reference(values, averages, decay))
 
 
 def _reference(parameters: Sequence[Tensor], averages: Sequence[Tensor], decay: float | Tensor) -> None:

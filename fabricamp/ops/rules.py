@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.reference import prepared, rounded, unless_skipped, widened
+from fabricamp.ops.remainders import wide_values, write_values
 from fabricamp.ops.shards import SharedRows
 from fabricamp.ops.table import Table
 
@@ -33,7 +34,7 @@ class Rows(NamedTuple):
     states: Sequence[Sequence[Tensor | None]] = ()
     cells: Cells = ()
     copies: Sequence[Tensor | None] | None = None
-    """Tensors into which the rounded parameters are written."""
+    """Tensors into which the rounded parameters are written; or remainders (int16) of bf16 parameters, which are read too."""
     shared: SharedRows | None = None
     """The ranks that hold the other shards of these rows, for rules that need norms of rows."""
 
@@ -60,7 +61,8 @@ class Steering(NamedTuple):
 class Rule:
     """How an optimizer updates its rows; a subclass is a dataclass of one group's options.
 
-    The columns of a table are gradient, parameter, ``states``, half copy.  State is fp32 for half and fp32 parameters, else fp64.
+    The columns of a table are gradient, parameter, ``states``, half copy or remainder.  State is fp32 for half and fp32 parameters,
+    else fp64.
     """
 
     kernel: ClassVar[str]
@@ -106,14 +108,12 @@ class Rule:
         self.shared = rows.shared
 
         def update() -> None:
-            parameters = widened(rows.parameters)
+            parameters = wide_values(rows.parameters, rows.copies)
             wide_states = [widened(column) for column in states]
             self.step(self.gradients(rows, parameters, steering), parameters, wide_states, rows.cells)
             for wide, narrow in zip(wide_states, states, strict=True):
                 rounded(wide, narrow)
-            rounded(parameters, rows.parameters)
-            if rows.copies is not None:
-                rounded(parameters, rows.copies)
+            write_values(parameters, rows.parameters, rows.copies)
 
         if steering.state is None or not steering.skips:
             update()

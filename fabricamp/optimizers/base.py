@@ -11,6 +11,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
@@ -70,6 +71,10 @@ class FusedOptimizer(NamesKeywords, Optimizer):
 
     set_grad_none = True
     master_weights = False
+    masters = "fp32"
+    """How a Precision keeps masters of half weights: "fp32", or "remainder" (see :class:`FusedAdam`)."""
+    remainders: Mapping[Tensor, Tensor] = MappingProxyType({})
+    """For each bf16 parameter the bits that it lacks (int16), which a step updates too: set by a Precision."""
     _parts: list[DeviceParams] | None = None  # the rows, one part per device; None: the next step builds them
     _rows_key: RowsCacheKey | None = None
     _copies: Sequence[Tensor | None] | None = None
@@ -219,6 +224,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         """Returns the rows of each device: one row for each parameter that has a gradient or state."""
         refusals.refuse_unreadable(self, parameters, "parameter")
         refusals.refuse_unreadable(self, gradients, "gradient")
+        refusals.refuse_without_remainders(self, parameters)
         indices_of: dict[torch.device, list[int]] = {}
         for index, parameter in enumerate(parameters):
             if gradients[index] is not None or self.state.get(parameter):
@@ -229,11 +235,15 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         parts = []
         for device, indices in indices_of.items():
             entries = [self.state[parameters[index]] for index in indices]
-            updated = []
-            rounded = []
+            updated: list[Tensor] = []
+            rounded: list[Tensor | None] = []
             for index, entry in zip(indices, entries, strict=True):
                 master = entry.get("master_param")
-                if master is not None:  # the optimizer's own master is updated, and the parameter is its half copy
+                remainder = self.remainders.get(parameters[index])
+                if remainder is not None:
+                    updated.append(parameters[index])
+                    rounded.append(remainder)
+                elif master is not None:  # the optimizer's own master is updated, and the parameter is its half copy
                     updated.append(local(master))
                     rounded.append(local(parameters[index]))
                 else:

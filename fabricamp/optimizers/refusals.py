@@ -11,21 +11,33 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from fabricamp.arguments.checks import check_choice
 from fabricamp.errors import ConfigError, NotCapturableError
 from fabricamp.ops.shards import is_shard, local
+from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.ops.uploads import is_capturing
 from fabricamp.torch_private import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from torch import nn
     from torch.optim import Optimizer
 
     from fabricamp._utils.types import OptimizerFace
+    from fabricamp.optimizers.base import FusedOptimizer
     from fabricamp.optimizers.rows import DeviceParams
 
 
 _LOG = logging.getLogger("fabricamp")
+
+_WEIGHTS_OF: Final = {
+    torch.float16: "at precision {!r} weights are fp16, which with 16 bits more are not every fp32 value",
+    torch.bfloat16: "at precision {!r} bf16 weights have no masters",
+    torch.float64: "at precision {!r} weights are fp64",
+    torch.float32: "at precision {!r} weights are fp32",
+}
+"""Why there are no remainders, by the narrowest dtype of weights."""
 
 _WITH_MOMENTUM_IN_GRADIENTS: Final = frozenset({("pytorch_optimizer", "SCIONLight"), ("scion", "ScionLight")})
 """Package and class of optimizers that are to be called without ``zero_grad``."""
@@ -81,6 +93,65 @@ def refuse_momentum_in_gradients(optimizer: OptimizerFace, *, automatic: bool) -
     _LOG.warning(
         "%s keeps its momentum in .grad, which no checkpoint holds: a resumed run begins without momentum", name
     )
+
+
+def check_masters(name: str, masters: object, *, own: bool) -> None:
+    """Raises :class:`ConfigError` unless ``masters`` is "fp32" or "remainder"; ``own``: the optimizer has masters in its state."""
+    check_choice(f"{name} got masters", masters, ("fp32", "remainder"))
+    if masters == "remainder" and own:
+        raise ConfigError(
+            f"{name} got masters='remainder' and master_weights=True, which keeps fp32 masters in its state; leave one of them out"
+        )
+
+
+def refuse_masters(optimizer: OptimizerFace, module: nn.Module, precision: str, shards_in: str = "") -> None:
+    """Raises :class:`ConfigError` for ``masters="remainder"`` where no weight is a bf16 copy of an fp32 master.
+
+    ``shards_in``: the strategy, if it shards fp32 weights.
+    """
+    candidates: list[Any] = [optimizer, *getattr(optimizer, "__dict__", {}).values()]
+    for one in candidates:
+        if getattr(type(one), "masters", None) is None or one.masters == "fp32":
+            continue
+        if one is not optimizer:
+            reason = f"{type(optimizer).__name__} around it reads no such weights"
+        elif getattr(one, "remainders", None):
+            return
+        elif shards_in:
+            reason = f"strategy {shards_in!r} shards fp32 weights, which need no masters"
+        else:
+            reason = _WEIGHTS_OF[_narrowest(module)].format(precision)
+        raise ConfigError(
+            f"{type(one).__name__}(masters='remainder') keeps the 16 bits that bf16 copies of fp32 masters lack; {reason}: give "
+            "masters='fp32', or precision='O5' without sharding (fabricamp help memory: the bytes of each)"
+        )
+
+
+def refuse_masters_of_scripts(optimizer: OptimizerFace, owner: str) -> None:
+    """Raises UnsupportedError for ``masters="remainder"`` under ``owner``, which gives scripts fp32 masters to read and edit."""
+    if getattr(optimizer, "masters", "fp32") != "fp32":
+        raise UnsupportedError(
+            f"{owner} keeps fp32 masters, which scripts read and edit, and {type(optimizer).__name__} has masters='remainder'; "
+            "give masters='fp32', or train at precision 'O5' of a Trainer"
+        )
+
+
+def _narrowest(module: nn.Module) -> torch.dtype:
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    return next((dtype for dtype in _WEIGHTS_OF if dtype in dtypes), torch.float32)
+
+
+def refuse_without_remainders(optimizer: FusedOptimizer, parameters: Sequence[Tensor]) -> None:
+    """Raises UnsupportedError for ``masters="remainder"`` without a Precision that keeps the remainders of these ``parameters``."""
+    if optimizer.masters == "fp32":
+        return
+    for index, parameter in enumerate(parameters):
+        if not optimizer.remainders or (parameter.dtype in HALF_DTYPES and parameter not in optimizer.remainders):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}(masters='remainder') has no remainder of {name_of(optimizer, index)}, a "
+                f"{parameter.dtype} tensor: precision 'O5' keeps them, in a Trainer or as OptLevel('O5') with "
+                "setup_optimizers(...); take masters='fp32' in a loop without a precision"
+            )
 
 
 def refuse_state(optimizer: Optimizer, parameter: Tensor, index: int, names: Iterable[str]) -> None:

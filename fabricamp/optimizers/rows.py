@@ -14,6 +14,7 @@ from fabricamp import ops
 from fabricamp.ops import Rows, Rule
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.layouts import addresses
+from fabricamp.ops.remainders import is_remainder
 from fabricamp.ops.shards import SharedRows, local
 from fabricamp.ops.statistics import sum_squares
 from fabricamp.ops.table import Table
@@ -60,12 +61,13 @@ class DeviceParams:
         self._states = states
         self._cells = cells
         self._copies = copies
-        self._copied = any(copy is not None for copy in copies)
+        self._copied = any(copy is not None for copy in copies)  # half copies, or remainders
         self._flags = flags
         self._gradients: Column = ()
         # Forward reads a master's half copy, and no backward goes through the master: autograd has to know about the copy.
         self._written = [
-            parameter if copy is None else copy for parameter, copy in zip(parameters, copies, strict=True)
+            parameter if copy is None or is_remainder(copy) else copy
+            for parameter, copy in zip(parameters, copies, strict=True)
         ]
         self._own_scale: Tensor | None = None
         """The last scale, if it is on this device: nearly every step has the same one."""

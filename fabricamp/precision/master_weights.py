@@ -1,4 +1,8 @@
-"""The fp32 values of a converted module: master weights of trained parameters, originals of the other tensors."""
+"""The fp32 values of a converted module: master weights of trained parameters, originals of the other tensors.
+
+An optimizer with ``masters="remainder"`` has remainders in place of masters: 16 bits for each of its bf16 weights, which make the
+fp32 value of it (:mod:`fabricamp.ops.remainders`).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fabricamp import ops
 from fabricamp.errors import ConfigError
+from fabricamp.ops.remainders import DTYPE as REMAINDER
+from fabricamp.ops.remainders import is_remainder, joined, part_into
 from fabricamp.ops.uploads import is_capturing
+from fabricamp.optimizers import FusedOptimizer
 from fabricamp.precision.unseen_edits import UnseenEdits
 
 if TYPE_CHECKING:
@@ -39,15 +46,17 @@ class FullValue:
     """The fp32 value of a converted tensor.
 
     While only the half copy is used (frozen weights, buffers, levels without masters), the value is kept in host memory.
-    ``version`` is the tensor's version when both last agreed.  ``is_stale`` is set once they are known to differ.
+    ``version`` is the tensor's version when both last agreed.  ``is_stale`` is set once they are known to differ.  With
+    ``has_remainder``, ``value`` is no value but the remainder of the half weight.
     """
 
-    __slots__ = ("is_master", "is_stale", "value", "version")
+    __slots__ = ("has_remainder", "is_master", "is_stale", "value", "version")
 
     def __init__(self, value: Tensor, version: int) -> None:
         self.value = value
         self.version = version
         self.is_master = False
+        self.has_remainder = False
         self.is_stale = False
 
 
@@ -55,15 +64,17 @@ class MasterWeights:
     """The fp32 values, by converted parameter or buffer.  Conversion changes ``.data`` only: every tensor stays the same object.
 
     Programs edit half weights in place (clipping, projections) and masters (by ``param_groups``).  Both are found by version
-    counters; :meth:`note` says after each update that its own writes are no edits.
+    counters; :meth:`note` says after each update that its own writes are no edits.  Who writes values with a remainder writes both
+    tensors; a half weight alone is refused, since which of its elements were edited is not known.
     """
 
     def __init__(self) -> None:
         self.full_values: dict[Tensor, FullValue] = {}
         self.handles: list[RemovableHandle] = []
         self._halves: list[Tensor] = []
-        """The parameters with masters."""
+        """The parameters with masters, or with remainders."""
         self._masters: list[Tensor] = []
+        """Their masters, or remainders."""
         self._half_versions: list[int] = []
         self._master_versions: list[int] = []
         self._half_sum = 0
@@ -107,6 +118,8 @@ class MasterWeights:
         full = self.full_values.get(tensor)
         if full is None:
             return None
+        if full.has_remainder:
+            return joined(tensor, full.value).cpu()  # a save must not need memory of a GPU for all masters
         return (full.value if full.is_master else self.checked(tensor, full)).detach()
 
     @torch.no_grad()
@@ -115,19 +128,44 @@ class MasterWeights:
         full = self.full_values.get(parameter)
         if full is None:
             return parameter
+        self._check_kind(full, remainder=False)
         if not full.is_master:
             value = self.checked(parameter, full).to(parameter.device)
             # A clone, because the optimizer writes into it.
             full.value = nn.Parameter(value.clone(), requires_grad=parameter.requires_grad)
             full.is_master = True
             _PARAMETERS[full.value] = weakref.ref(parameter)
-            self._halves.append(parameter)
-            self._masters.append(full.value)
-            self._half_versions.append(parameter._version - self._moved)
-            self._master_versions.append(full.value._version)
-            self._half_sum += parameter._version
-            self._master_sum += full.value._version
+            self._watch(parameter, full.value)
         return full.value
+
+    @torch.no_grad()
+    def remainder_of(self, parameter: Tensor) -> Tensor:
+        """Returns the remainder of a converted bf16 ``parameter``, created on first use: the parameter is then rounded ties up."""
+        full = self.full_values[parameter]
+        self._check_kind(full, remainder=True)
+        if not full.has_remainder:
+            value = self.checked(parameter, full).to(parameter.device, torch.float32)
+            full.value = torch.zeros_like(parameter, dtype=REMAINDER, memory_format=torch.preserve_format)
+            part_into(value, parameter, full.value)
+            full.has_remainder = True
+            self._watch(parameter, full.value)
+        return full.value
+
+    @staticmethod
+    def _check_kind(full: FullValue, *, remainder: bool) -> None:
+        if full.is_master if remainder else full.has_remainder:
+            raise ConfigError(
+                "two optimizers update the same half weight, one with masters='remainder' and one with an fp32 master; give both "
+                "the same masters"
+            )
+
+    def _watch(self, half: Tensor, master: Tensor) -> None:
+        self._halves.append(half)
+        self._masters.append(master)
+        self._half_versions.append(half._version - self._moved)
+        self._master_versions.append(master._version)
+        self._half_sum += half._version
+        self._master_sum += master._version
 
     # -- edits -------------------------------------------------------------------------------------------------------------------
 
@@ -149,10 +187,13 @@ class MasterWeights:
     def take_edits(self) -> None:
         """Lets the masters of edited half weights take the elements that were changed, before an update; waits for nothing.
 
-        Where both were edited the masters count, and are rounded into the half weights.
+        Where both were edited the masters count, and are rounded into the half weights.  Raises :class:`ConfigError` for an edited
+        half weight with a remainder.
         """
         if sum(map(_version, self._halves)) != self._half_sum:
             for half, master in self._edited_halves():
+                if is_remainder(master):
+                    raise self._edit_refused(half)
                 take_changed(half, master)
             self.round_edits()
             self.note()
@@ -174,7 +215,9 @@ class MasterWeights:
             for index, (master, version) in enumerate(zip(self._masters, self._master_versions, strict=True))
             if master._version != version
         ]
-        round_to([self._masters[index] for index in edited], [self._halves[index] for index in edited])
+        round_to(
+            [self._masters[index] for index in edited], [self._halves[index] for index in edited]
+        )  # not of remainders
         for index in edited:
             self._master_versions[index] = self._masters[index]._version
             self._half_versions[index] = self._halves[index]._version - self._moved
@@ -199,30 +242,51 @@ class MasterWeights:
         if not self._halves or is_capturing(self._halves[0].device):
             return
         self._refuse_unseen_edit()
-        self._unseen.begin(self._halves, self._masters)
-        self._refuse_unseen_edit()
+        masters = [index for index, master in enumerate(self._masters) if not is_remainder(master)]
+        if masters:
+            self._unseen.begin([self._halves[index] for index in masters], [self._masters[index] for index in masters])
+            self._refuse_unseen_edit()
 
     def _refuse_unseen_edit(self) -> None:
         index = self._unseen.found()
         if index is None:
             return
-        edited = self._halves[index]
-        names = (
-            {} if self.module is None else {id(parameter): name for name, parameter in self.module.named_parameters()}
-        )
-        name = names.get(id(edited), "of a module")
+        compared = [half for half, master in zip(self._halves, self._masters, strict=True) if not is_remainder(master)]
         raise ConfigError(
-            f"the half weight {name!r} differs from its rounded fp32 master, by an edit that no version counter shows (through "
-            ".data, or by a kernel), and updates drop such edits; edit under torch.no_grad() without .data, or the fp32 values in "
-            "`with self.trainer.precision_plugin.fp32_values(self)`, or call self.trainer.precision_plugin.refresh_masters() "
-            "after each"
+            f"the half weight {self._name_of(compared[index])!r} differs from its rounded fp32 master, by an edit that no version "
+            "counter shows (through .data, or by a kernel), and updates drop such edits; edit under torch.no_grad() without .data, "
+            "or the fp32 values in `with self.trainer.precision_plugin.fp32_values(self)`, or call "
+            "self.trainer.precision_plugin.refresh_masters() after each"
         )
+
+    def _name_of(self, half: Tensor) -> str:
+        named = () if self.module is None else self.module.named_parameters()
+        return next((name for name, parameter in named if parameter is half), "of a module")
+
+    def _edit_refused(self, half: Tensor) -> ConfigError:
+        return ConfigError(
+            f"the half weight {self._name_of(half)!r} was edited in place, and with masters='remainder' an edit has to reach its "
+            "other 16 bits too; edit the fp32 values in `with self.trainer.precision_plugin.fp32_values(self)`, or call "
+            "self.trainer.precision_plugin.refresh_masters() after the edit, which takes the whole weight as it is, rounded to bf16"
+        )
+
+    def _drop_remainders(self) -> None:
+        """Makes each edited half weight with a remainder its own fp32 value."""
+        for _, master in self._edited_halves():
+            if is_remainder(master):
+                master.zero_()  # moves its counter: both tensors were written
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Takes every element that was changed in a converted tensor into its fp32 value, also what no version counter shows."""
+        """Takes every element that was changed in a converted tensor into its fp32 value, also what no version counter shows.
+
+        Of weights with remainders it takes those that a counter shows, whole.
+        """
+        self._drop_remainders()
         self.round_edits()
         for tensor, full in self.full_values.items():
+            if full.has_remainder:
+                continue
             full.version = -1
             self.checked(tensor, full)
         self.note()
@@ -233,12 +297,16 @@ class MasterWeights:
         self.settle()
         values: dict[str, Tensor] = {}
         copies: list[tuple[Tensor, FullValue, Tensor]] = []
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
         for name, parameter in module.named_parameters():
             full = self.full_values.get(parameter)
             if full is None:
                 values[name] = parameter
             elif full.is_master:
                 values[name] = full.value
+            elif full.has_remainder:
+                values[name] = joined(parameter, full.value)
+                parts.append((values[name], parameter, full.value))
             else:
                 values[name] = self.checked(parameter, full).to(parameter.device, copy=True)
                 copies.append((parameter, full, values[name]))
@@ -248,6 +316,8 @@ class MasterWeights:
             finally:
                 # All masters: an edit through their .data moves no version counter.
                 round_to(self._masters, self._halves)
+                for value, half, remainder in parts:
+                    part_into(value, half, remainder)
                 for tensor, full, value in copies:
                     tensor.copy_(value)
                     full.value.copy_(value)
@@ -262,6 +332,8 @@ class MasterWeights:
         def look_up(tensor: Tensor) -> Tensor | None:
             if not written:
                 return self._unwritten(tensor)
+            if tensor in edited and is_remainder(edited[tensor]):
+                return tensor.detach().float()
             if tensor in edited:
                 # A copy: an edit that is taken back before the next update (averages in a validation) leaves the master as it is.
                 return with_changed(tensor.detach(), edited[tensor].detach())
@@ -286,17 +358,22 @@ class MasterWeights:
 
     def restore(self) -> None:
         """Puts the fp32 values back into the converted tensors and drops them; keeps changes made to the tensors since."""
+        self._drop_remainders()
         self.settle()
+        self._halves.clear()
+        self._masters.clear()
         with torch.no_grad():
             for tensor, full in self.full_values.items():
                 full.version = -1  # version counters do not show all edits
                 tensor.grad = None
-                tensor.data = self.checked(tensor, full).detach().to(tensor.device)
+                if full.has_remainder:
+                    tensor.data = joined(tensor, full.value)
+                    del full.value  # whole modules may not fit twice
+                else:
+                    tensor.data = self.checked(tensor, full).detach().to(tensor.device)
                 if isinstance(tensor, nn.Parameter):
                     tensor.grad_dtype = tensor.dtype
         self.full_values.clear()
-        self._halves.clear()
-        self._masters.clear()
         self._unseen = UnseenEdits()
         self.module = None
         self.note()
@@ -340,21 +417,41 @@ class _RefreshOnLoad:
                     f"load_state_dict(assign=True) would replace {prefix}{name}, which has fp32 master weights; "
                     "load without assign"
                 )
-            if incoming.shape == full.value.shape:
+            if incoming.shape != full.value.shape:
+                continue
+            if full.has_remainder:
+                value = incoming.detach().to(tensor.device, torch.float32)
+                part_into(value, tensor, full.value)
+                state[prefix + name] = tensor.detach().clone()  # what is loaded next: it would round ties to even
+            else:
                 full.value.copy_(incoming)
                 full.is_stale = False
 
 
 def adopt(masters: MasterWeights, optimizer: Optimizer) -> None:
-    """Puts masters into the optimizer's own ``param_groups`` lists, and moves existing optimizer state to them in fp32."""
+    """Puts masters into the optimizer's own ``param_groups`` lists, and moves existing optimizer state to them in fp32.
+
+    An optimizer with ``masters="remainder"`` keeps bf16 weights there, and gets their remainders.
+    """
+    remainders: dict[Tensor, Tensor] = {}
     for group in optimizer.param_groups:
         parameters = group["params"]
         for index, parameter in enumerate(parameters):
-            if parameter in masters:
+            if parameter not in masters:
+                continue
+            if _keeps_remainders(optimizer) and parameter.dtype is torch.bfloat16:
+                remainders[parameter] = masters.remainder_of(parameter)
+            else:
                 # In place: schedulers hold the dicts, and LBFGS holds the list.
                 master = parameters[index] = masters.master_of(parameter)
                 if parameter in optimizer.state:
                     optimizer.state[master] = _widened(optimizer.state.pop(parameter), parameter)
+    if remainders and isinstance(optimizer, FusedOptimizer):
+        optimizer.remainders = remainders
+
+
+def _keeps_remainders(optimizer: Optimizer) -> bool:
+    return isinstance(optimizer, FusedOptimizer) and optimizer.masters == "remainder"
 
 
 def _widened(state: Any, parameter: Tensor) -> Any:
@@ -377,6 +474,8 @@ def take_changed(half: Tensor, full: Tensor) -> None:
 
 
 def round_to(masters: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-    """Rounds each master into its half parameter."""
-    pairs = [pair for pair in zip(masters, parameters, strict=True) if pair[0] is not pair[1]]
+    """Rounds each master into its half parameter, unless it is the parameter itself, or in place of a master the remainder."""
+    pairs = [
+        pair for pair in zip(masters, parameters, strict=True) if pair[0] is not pair[1] and not is_remainder(pair[0])
+    ]
     ops.copy_cast([master for master, _ in pairs], [parameter for _, parameter in pairs])

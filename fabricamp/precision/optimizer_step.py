@@ -604,9 +604,13 @@ class ScaledStep(OptimizerStep):
 
     def _places(self, gathered: Sequence[Gradient]) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the memory of these gradients, and that of the masters' ``.grad``, which is set: often the same."""
-        pairs = [create_grad(gradient) for gradient in gathered]
-        sources = self.params.local_shards([source for source, _ in pairs])
-        destinations = self.params.local_shards([destination for _, destination in pairs])
+        params = self.params
+        pairs = [
+            create_grad(gradient, torch.float32 if params.has_remainder(gradient.master) else None)
+            for gradient in gathered
+        ]
+        sources = params.local_shards([source for source, _ in pairs])
+        destinations = params.local_shards([destination for _, destination in pairs])
         return sources, destinations
 
     @torch.no_grad()

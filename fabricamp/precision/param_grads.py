@@ -56,7 +56,7 @@ class ParamGradMap:
         self.model_params: list[Tensor] = []
         self.master_params: tuple[Tensor, ...] = ()
         self.master_pairs: list[tuple[Tensor, Tensor]] = []
-        """The (model parameter, master) pairs with gradients that a step clears: two tensors, or summed in :attr:`memory`."""
+        """The (model parameter, master) pairs with gradients that a step clears: two tensors, one with a remainder, or summed."""
         self._cleared: list[Tensor] = []
         """The model parameters of :attr:`master_pairs`: a loop over pairs takes half as long again."""
         self.copies: list[Tensor | None] | None = None
@@ -96,10 +96,16 @@ class ParamGradMap:
         self.memory.hold(model_params)
         self.model_params = self.memory.parameters
         pairs = self._pairs()
-        self.master_pairs = [pair for pair in pairs if self.sums or pair[0] is not pair[1]]
+        self.master_pairs = [
+            pair for pair in pairs if self.sums or pair[0] is not pair[1] or self.has_remainder(pair[0])
+        ]
         self._cleared = [model_param for model_param, _ in self.master_pairs]
         if self._masters is not None:
             self.copies = [None if model_param is master else model_param for model_param, master in pairs]
+
+    def has_remainder(self, parameter: Tensor) -> bool:
+        """Whether the optimizer updates ``parameter``, which is bf16, with its remainder in place of a master."""
+        return isinstance(self.optimizer, FusedOptimizer) and parameter in self.optimizer.remainders
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         return list(zip(self.model_params, self.master_params, strict=True))
@@ -194,6 +200,9 @@ class ParamGradMap:
     def release(self) -> None:
         """Puts the module's own parameters back into the optimizer, with the optimizer state of their masters."""
         self.clear()
+        if isinstance(self.optimizer, FusedOptimizer) and self.optimizer.remainders:
+            self.optimizer.forget()
+            del self.optimizer.remainders
         original = {id(master): model_param for model_param, master in self._pairs()}
         for group in self.optimizer.param_groups:
             for index, master in enumerate(group["params"]):
@@ -204,17 +213,21 @@ class ParamGradMap:
                         self.optimizer.state[model_param] = self.optimizer.state.pop(master)
 
 
-def create_grad(gradient: Gradient) -> tuple[Tensor, Tensor]:
-    """Creates the master's ``.grad`` in its dtype, not filled yet; returns (source values, destination values)."""
+def create_grad(gradient: Gradient, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Creates the master's ``.grad`` in its dtype, not filled yet; returns (source values, destination values).
+
+    ``dtype`` is given in place of that of a weight with a remainder.
+    """
     _, master, value = gradient
+    dtype = dtype or master.dtype
     if value.is_sparse:
         # Widened first: the parts of one row are added here.
-        master.grad = value.to(master.dtype).coalesce()
+        master.grad = value.to(dtype).coalesce()
         return master.grad.values(), master.grad.values()
-    if value.dtype == master.dtype:
+    if value.dtype == dtype:
         master.grad = value
         return value, value
-    master.grad = torch.empty_like(master)
+    master.grad = torch.empty_like(master, dtype=dtype)
     return value, master.grad
 
 

@@ -20,4 +20,7 @@ inline float __bfloat162float(__nv_bfloat16 value) {
   return result;
 }
 
+inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 value) { return value.bits; }
+inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short bits) { return {bits}; }
+
 inline __nv_bfloat16 __float2bfloat16(float value) { return __float2bfloat16_rn(value); }

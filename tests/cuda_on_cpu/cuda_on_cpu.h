@@ -137,6 +137,16 @@ template <class T> T atomicMax(T* at, T value) {
 }
 template <class T> T __ldcg(const T* from) { return *from; }
 template <class T> void __stwb(T* to, T value) { *to = value; }
+inline unsigned __float_as_uint(float value) {
+  unsigned bits;
+  memcpy(&bits, &value, 4);
+  return bits;
+}
+inline float __uint_as_float(unsigned bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 using std::isfinite;
 using std::isnan;

@@ -10,17 +10,18 @@ import torch
 from fabricamp.ops import bridge
 from tests.kernels.nvrtc import architectures, compile_for
 
-F, H, B, D = torch.float32, torch.float16, torch.bfloat16, torch.float64
+F, H, B, D, R = torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int16
 HALF_UPDATES = [(H, F, F, F, H), (B, F, F, F, B), (F, F, F, F, None), (D, D, D, D, None), (H, H, F, F, None)]
+WITH_REMAINDERS = [(B, B, F, F, R), (F, B, F, F, R)]
 ONE_STATE = [(H, F, F, H), (B, F, F, B), (F, F, F, None), (D, D, D, None), (H, H, F, None)]
 KINDS = {
     "adagrad": ONE_STATE,
-    "adam": HALF_UPDATES,
+    "adam": [*HALF_UPDATES, *WITH_REMAINDERS],
     "copies": [],
     "cross_entropy": [],
     "differences": [(F, H), (F, B), (D, H)],
     "digests": [(torch.uint8,)],
-    "ema": [(F, F), (H, F), (B, F), (D, D), (H, H)],
+    "ema": [(F, F), (H, F), (B, F), (D, D), (H, H), (B, F, R)],
     "finish": [],
     "flat_casts": [],
     "focal_loss": [],

@@ -26,6 +26,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.optimizers.closures import demands_closure
+from fabricamp.optimizers.refusals import refuse_masters_of_scripts
 from fabricamp.precision.casting import bounded, check_autocast, check_full_weights, convert, own_tensors
 from fabricamp.precision.opt_levels import Level
 
@@ -88,6 +89,7 @@ def _check_optimizers(optimizers: Sequence[Any], level: Level) -> None:
                 f"An incoming optimizer is an instance of {type(optimizer).__module__}.FP16_Optimizer, which has its own "
                 "masters and loss scale; give amp.initialize the optimizer that it wraps, or leave amp out"
             )
+        refuse_masters_of_scripts(optimizer, "amp")
         if demands_closure(optimizer) and level.dynamic:
             raise AmpError(
                 f"{type(optimizer).__name__}.step runs backward itself and cannot be skipped when gradients overflow; "

@@ -18,7 +18,7 @@ from fabricamp.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.gradients.flat import IN_PLACE
 from fabricamp.ops.tensors import HALF_DTYPES
-from fabricamp.optimizers.refusals import owned_parameters
+from fabricamp.optimizers.refusals import owned_parameters, refuse_masters_of_scripts
 from fabricamp.precision.master_weights import round_to
 from fabricamp.precision.nonfinite_tracker import NonFiniteTracker
 from fabricamp.precision.param_grads import ParamGradMap, create_grad
@@ -45,6 +45,7 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
         dynamic_loss_args: Mapping[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
+        refuse_masters_of_scripts(init_optimizer, "FP16_Optimizer")
         # Not Optimizer.__init__, which would create separate groups; __setstate__ sets up the hooks of a step.
         super().__setstate__({"optimizer": init_optimizer})
         self.verbose = verbose

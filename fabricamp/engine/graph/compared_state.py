@@ -16,6 +16,7 @@ from fabricamp.ops.digests import digests
 from fabricamp.ops.layouts import is_dense
 from fabricamp.ops.shards import local, local_gradient
 from fabricamp.ops.tensors import differing, same_bits
+from fabricamp.optimizers import FusedOptimizer
 from fabricamp.torch_private import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
@@ -246,6 +247,8 @@ def _updated_tensors(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[
             yield name, parameter
             state = optimizer.state.get(parameter, {})
             yield from ((f"{key} of {name}", value) for key, value in state.items() if isinstance(value, Tensor))
+            if isinstance(optimizer, FusedOptimizer) and parameter in optimizer.remainders:
+                yield f"remainder of {name}", optimizer.remainders[parameter]
             number += 1
 
 

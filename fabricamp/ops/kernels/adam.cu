@@ -1,4 +1,4 @@
-// Adam and AdamW: columns gradient, parameter, exp_avg, exp_avg_sq, half copy; cell 0 is the step count.
+// Adam and AdamW: columns gradient, parameter, exp_avg, exp_avg_sq, half copy or remainder; cell 0 is the step count.
 // ops: adam
 #include "common.cuh"
 
@@ -21,20 +21,20 @@ template <typename G, typename P, typename M1, typename M2, typename C> struct A
   template <int N> __device__ __forceinline__ void run(int64 i) {
     M g[N], p[N], average[N], square[N];
     load<N>(gradients + i, g);
-    load<N>(parameters + i, p);
+    load_parameters<N>(parameters + i, copies + i, p);
     load<N>(averages + i, average);
     load<N>(squares + i, square);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      M value = gradient.of(g[j]) + decay * p[j];
-      average[j] = beta1 * average[j] + new1 * value;
-      square[j] = beta2 * square[j] + new2 * value * value;
-      p[j] = keep * p[j] - step_size * (average[j] / (sqrt(square[j]) * correction2 + eps));
+      M value = multiply_add(decay, p[j], gradient.of(g[j]));
+      average[j] = multiply_add(beta1, average[j], new1 * value);
+      square[j] = multiply_add(beta2, square[j], new2 * value * value);
+      M root = multiply_add(sqrt(square[j]), correction2, eps);
+      p[j] = multiply_add(-step_size, average[j] / root, keep * p[j]);
     }
-    store<N>(parameters + i, p);
+    store_parameters<N>(parameters + i, copies + i, p);
     store<N>(averages + i, average);
     store<N>(squares + i, square);
-    store<N>(copies + i, p);
   }
 };
 

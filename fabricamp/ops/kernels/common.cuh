@@ -130,6 +130,51 @@ template <int N, typename T, typename M> __device__ __forceinline__ void store(T
 
 template <int N, typename M> __device__ __forceinline__ void store(None*, const M (&)[N]) {}
 
+// The 16 bits that a bf16 parameter lacks (ops/remainders.py); a row has them in place of a half copy.
+typedef short Remainder;
+
+// The values of a row's parameters.
+template <int N, typename P, typename C, typename M>
+__device__ __forceinline__ void load_parameters(const P* parameters, const C*, M (&to)[N]) {
+  load<N>(parameters, to);
+}
+
+template <int N>
+__device__ __forceinline__ void load_parameters(const __nv_bfloat16* parameters, const Remainder* remainders, float (&to)[N]) {
+  Pack<__nv_bfloat16, N> pack = *(const Pack<__nv_bfloat16, N>*)parameters;
+  Pack<Remainder, N> left = *(const Pack<Remainder, N>*)remainders;
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    unsigned upper = (unsigned)__bfloat16_as_ushort(pack.value[j]) << 16;
+    unsigned bits = upper + (unsigned)(int)left.value[j];
+    // Zero with a negative remainder, which no value leaves but an edit may, would carry into the sign.
+    to[j] = __uint_as_float((int)(bits ^ upper) < 0 ? upper : bits);
+  }
+}
+
+// Writes the values into parameters and copies.
+template <int N, typename P, typename C, typename M>
+__device__ __forceinline__ void store_parameters(P* parameters, C* copies, const M (&from)[N]) {
+  store<N>(parameters, from);
+  store<N>(copies, from);
+}
+
+// Rounded to nearest, ties up in magnitude: what is left is in -0x8000 ... 0x7fff.
+template <int N>
+__device__ __forceinline__ void store_parameters(__nv_bfloat16* parameters, Remainder* remainders, const float (&from)[N]) {
+  Pack<__nv_bfloat16, N> pack;
+  Pack<Remainder, N> left;
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    // A carry could make nan an infinity, or zero.
+    unsigned bits = from[j] == from[j] ? __float_as_uint(from[j]) : 0x7fc00000u;
+    pack.value[j] = __ushort_as_bfloat16((unsigned short)((bits + 0x8000u) >> 16));
+    left.value[j] = (Remainder)(bits & 0xffffu);
+  }
+  *(Pack<__nv_bfloat16, N>*)parameters = pack;
+  *(Pack<Remainder, N>*)remainders = left;
+}
+
 // Runs body.run<N>(i) for every N neighbours of the chunk and body.run<1>(i) for the remaining elements.
 template <int N, typename Body> __device__ __forceinline__ void each(const Chunk& chunk, Body& body) {
   int packs = chunk.aligned ? chunk.count / N : 0;
@@ -151,6 +196,11 @@ template <typename T> __device__ __forceinline__ T block_sum(T value) {
   }
   return value;
 }
+
+// a * b + c in one rounding.  Said and not left to the compiler, which would contract products otherwise for other dtypes: rows of
+// masters and rows with remainders have the same bits.
+__device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
 
 // Clamps to +-limit; unlike fminf and fmaxf it keeps a NaN.
 template <typename M> __device__ __forceinline__ M limited(M value, M limit) {

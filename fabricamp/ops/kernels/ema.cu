@@ -1,4 +1,4 @@
-// Exponential moving average: columns parameter, average.
+// Exponential moving average: columns parameter, average, and in some tables remainder.
 // ops: ema
 #include "common.cuh"
 
@@ -6,14 +6,15 @@
 #define KINDS KIND(0, float, float)
 #endif
 
-template <typename P, typename A> struct Ema {
+template <typename P, typename A, typename R> struct Ema {
   typedef typename CommonMath<P, A>::type M;
   const P* parameters;
   A* averages;
+  const R* remainders;
   M share;
   template <int N> __device__ __forceinline__ void run(int64 i) {
     M p[N], average[N];
-    load<N>(parameters + i, p);
+    load_parameters<N>(parameters + i, remainders + i, p);
     load<N>(averages + i, average);
 #pragma unroll
     // Computed from the nearer end: a share of 1 gives exactly the parameter, a share of 0 exactly the average.
@@ -25,9 +26,11 @@ template <typename P, typename A> struct Ema {
   }
 };
 
-template <typename P, typename A> __device__ __forceinline__ void average(const Table& table, const Chunk& chunk, double share) {
-  typedef Ema<P, A> Body;
-  Body body{column<const P>(table, chunk, 0), column<A>(table, chunk, 1), (typename Body::M)share};
+template <typename P, typename A, typename R = None>
+__device__ __forceinline__ void average(const Table& table, const Chunk& chunk, double share) {
+  typedef Ema<P, A, R> Body;
+  const R* remainders = table.columns > 2 ? column<const R>(table, chunk, 2) : nullptr;
+  Body body{column<const P>(table, chunk, 0), column<A>(table, chunk, 1), remainders, (typename Body::M)share};
   each<4>(chunk, body);
 }
 
