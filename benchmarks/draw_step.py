@@ -25,7 +25,7 @@ def draw(result):
     (row,) = (one for one in result["rows"] if one["network"] == "gpt2-16")
     title = f"Wall ms of a step of GPT-2-small, 16 x 512 tokens, {result['device']}, torch {result['torch']}"
     unit = f"ms a step of GPT-2-small, {result['device']}, {result['date']}"
-    return drawn(title, unit, [(name, row["wall_ms"][way]) for way, name in SHOWN.items()], left=262, right=60)
+    return drawn(title, unit, [(name, row["wall_ms"][way]) for way, name in SHOWN.items()])
 
 
 def main():
