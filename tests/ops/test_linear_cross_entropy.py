@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 
 import pytest
@@ -507,6 +508,15 @@ def test_compiles_whole(kernel_device, dtype, reduction, dynamic):
         loss.backward()
         found.append((loss.detach(), *case.gradients()))
     torch.testing.assert_close(*found, rtol=ROUNDING[dtype], atol=ROUNDING[dtype])
+
+
+def test_compiles_where_kernels_depend_on_what_is_installed(monkeypatch):
+    """As on a GPU: the compiler cannot trace that question."""
+    torch._dynamo.reset()
+    case = Case("cpu", 12)
+    monkeypatch.setattr(linear_cross_entropy, "runs_kernels", lambda device: importlib.util.find_spec("cupy") is None)
+    compiled = torch.compile(fused_linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(case.hidden, case.weight, case.target, case.bias), case.loss())
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16])
