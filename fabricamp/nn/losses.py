@@ -30,6 +30,7 @@ class SoftmaxCrossEntropyLoss(nn.Module):
         ignore_index: int = -100,
         reduction: str = "mean",
         z_loss: float = 0.0,
+        softcap: float = 0.0,
         in_place: bool = False,
     ) -> None:
         super().__init__()
@@ -37,8 +38,9 @@ class SoftmaxCrossEntropyLoss(nn.Module):
         self.ignore_index = ignore_index
         self.reduction = reduction
         self.z_loss = z_loss
+        self.softcap = softcap
         self.in_place = in_place
-        check_rule(CrossEntropyRule(label_smoothing, ignore_index, reduction, z_loss))
+        check_rule(CrossEntropyRule(label_smoothing, ignore_index, reduction, z_loss, softcap))
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         """Returns the loss: 0-dim, or with the targets' shape for ``reduction="none"``."""
@@ -49,6 +51,7 @@ class SoftmaxCrossEntropyLoss(nn.Module):
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             z_loss=self.z_loss,
+            softcap=self.softcap,
             in_place=self.in_place,
         )
 
@@ -56,7 +59,7 @@ class SoftmaxCrossEntropyLoss(nn.Module):
         """Returns the options of the loss."""
         return (
             f"label_smoothing={self.label_smoothing}, ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
-            f"z_loss={self.z_loss}, in_place={self.in_place}"
+            f"z_loss={self.z_loss}, softcap={self.softcap}, in_place={self.in_place}"
         )
 
 
@@ -85,6 +88,7 @@ class FusedLinearCrossEntropy(nn.Linear):
         ignore_index: int = -100,
         reduction: str = "mean",
         z_loss: float = 0.0,
+        softcap: float = 0.0,
         accumulate: str = "weight",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
@@ -92,8 +96,9 @@ class FusedLinearCrossEntropy(nn.Linear):
         self.ignore_index = ignore_index
         self.reduction = reduction
         self.z_loss = z_loss
+        self.softcap = softcap
         self.accumulate = accumulate
-        check_rule(CrossEntropyRule(label_smoothing, ignore_index, reduction, z_loss))
+        check_rule(CrossEntropyRule(label_smoothing, ignore_index, reduction, z_loss, softcap))
         check_accumulate(accumulate)
 
     @classmethod
@@ -127,6 +132,7 @@ class FusedLinearCrossEntropy(nn.Linear):
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             z_loss=self.z_loss,
+            softcap=self.softcap,
             accumulate=self.accumulate,
         )
 
@@ -134,5 +140,5 @@ class FusedLinearCrossEntropy(nn.Linear):
         """Returns the sizes of the layer and the options of the loss."""
         return (
             f"{super().extra_repr()}, label_smoothing={self.label_smoothing}, ignore_index={self.ignore_index}, "
-            f"reduction={self.reduction!r}, z_loss={self.z_loss}, accumulate={self.accumulate!r}"
+            f"reduction={self.reduction!r}, z_loss={self.z_loss}, softcap={self.softcap}, accumulate={self.accumulate!r}"
         )

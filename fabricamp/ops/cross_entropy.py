@@ -28,7 +28,7 @@ _ROWS_OF_A_SUM: Final = 4096
 _MOST_SUMS: Final = 256  # the threads of the block that adds the sums
 _MOST_BLOCKS: Final = 8192  # of a pass over a gradient
 _NOT_A_CLASS: Final = -100
-_SCHEMA: Final = "float label_smoothing, int ignore_index, str reduction, float z_loss"
+_SCHEMA: Final = "float label_smoothing, int ignore_index, str reduction, float z_loss, float softcap"
 
 
 class CrossEntropyRule(NamedTuple):
@@ -38,6 +38,7 @@ class CrossEntropyRule(NamedTuple):
     ignore_index: int = -100
     reduction: str = "mean"
     z_loss: float = 0.0
+    softcap: float = 0.0
 
 
 def fused_cross_entropy(
@@ -48,14 +49,16 @@ def fused_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     z_loss: float = 0.0,
+    softcap: float = 0.0,
     in_place: bool = False,
 ) -> Tensor:
     """Returns the fp32 cross-entropy of ``logits`` (any shape, classes last) and ``target`` (its leading shape; int64 or int32).
 
-    The loss of a row is torch's, plus ``z_loss * logsumexp(row)**2``; rows with ``ignore_index`` do not count.  Half logits
-    stay half, also under autocast, and all arithmetic is fp32 (for fp64 logits arithmetic and loss are fp64).  ``in_place`` gives
-    up the logits' memory: backward may overwrite the logits with their gradient; torch then refuses a second backward, and the
-    backward of any other operation that needs the logits.  Torch's operations and torch.compile overwrite nothing.
+    The loss of a row is torch's, plus ``z_loss * logsumexp(row)**2``; rows with ``ignore_index`` do not count.  A ``softcap`` above
+    0 makes logits ``softcap * tanh(logits / softcap)`` first.  Half logits stay half, also under autocast, and all arithmetic is
+    fp32 (for fp64 logits arithmetic and loss are fp64).  ``in_place`` gives up the logits' memory: backward may overwrite the
+    logits with their gradient; torch then refuses a second backward, and the backward of any other operation that needs the
+    logits.  Torch's operations and torch.compile overwrite nothing.
 
     An invalid target class raises ConfigError on a CPU.  On a GPU, where the check would make the host wait, the loss and the
     gradient of its row are NaN.
@@ -64,7 +67,7 @@ def fused_cross_entropy(
     >>> fused_cross_entropy(logits, torch.tensor([1, -100]))
     tensor(1.3863, grad_fn=...)
     """
-    rule = CrossEntropyRule(label_smoothing, ignore_index, reduction, z_loss)
+    rule = CrossEntropyRule(label_smoothing, ignore_index, reduction, z_loss, softcap)
     check_rule(rule)
     _check(logits, target)
     if in_place and logits.requires_grad and _is_of_a_leaf(logits):
@@ -90,6 +93,10 @@ def check_rule(rule: CrossEntropyRule) -> None:
         raise ConfigError(f"label_smoothing={rule.label_smoothing} is a share of the target: give a number from 0 to 1")
     if not 0 <= rule.z_loss < math.inf:
         raise ConfigError(f"z_loss={rule.z_loss} is the weight of a penalty: give 0 or a positive number")
+    if not 0 <= rule.softcap < math.inf:
+        raise ConfigError(
+            f"softcap={rule.softcap} is the size that logits approach: give a positive number, or 0 for none"
+        )
 
 
 def _is_of_a_leaf(logits: Tensor) -> bool:
@@ -233,8 +240,14 @@ def _lanes(logits: Tensor) -> int:
     return 128 if packs <= 1024 else 512
 
 
-def _kernel(function: str, logits: Tensor, target: Tensor, lanes: int) -> Kernel:
-    defines = (("LOGIT", c_type(logits.dtype)), ("LABEL", _LABELS[target.dtype]), ("LANES", str(lanes)))
+def _kernel(function: str, logits: Tensor, target: Tensor, lanes: int, *, softcap: float = 0.0) -> Kernel:
+    defines: tuple[tuple[str, str], ...] = (
+        ("LOGIT", c_type(logits.dtype)),
+        ("LABEL", _LABELS[target.dtype]),
+        ("LANES", str(lanes)),
+    )
+    if softcap:
+        defines = (*defines, ("SOFTCAP", "1"))
     return kernel(_NAME, function, (), logits.device, defines)
 
 
@@ -243,6 +256,10 @@ def _grid(rows: int, lanes: int) -> tuple[int, int]:
     if lanes == _WARP:
         return -(-rows // _ROWS_IN_A_BLOCK), _ROWS_IN_A_BLOCK * _WARP
     return rows, lanes
+
+
+def _factors(rule: CrossEntropyRule) -> tuple[float, float, float]:
+    return float(rule.label_smoothing), float(rule.z_loss), float(rule.softcap)
 
 
 def _statistics_size(rows: int, reduction: str) -> int:
@@ -263,9 +280,9 @@ def cross_entropy_forward(logits: Tensor, target: Tensor, rule: CrossEntropyRule
     lanes = _lanes(logits)
     losses = torch.empty(target.shape, dtype=torch.float32, device=logits.device)
     statistics = torch.empty(_statistics_size(rows, rule.reduction), dtype=torch.float32, device=logits.device)
-    run = _kernel("cross_entropy_forward", logits, target, lanes)
-    numbers = (rows, logits.shape[-1], *layout, rule.ignore_index, float(rule.label_smoothing), float(rule.z_loss))
-    run(*_grid(rows, lanes), logits, target, losses, statistics, *numbers)
+    run = _kernel("cross_entropy_forward", logits, target, lanes, softcap=rule.softcap)
+    numbers = (rows, logits.shape[-1], *layout, rule.ignore_index)
+    run(*_grid(rows, lanes), logits, target, losses, statistics, *numbers, *_factors(rule))
     if rule.reduction == "none":
         return losses, statistics
     loss = torch.empty((), dtype=torch.float32, device=logits.device)
@@ -306,11 +323,11 @@ def cross_entropy_backward(
     else:
         output = torch.empty_like(logits, memory_format=torch.contiguous_format)
         strides = (layout.inner * classes, classes)
-    run = _kernel("cross_entropy_backward", logits, target, lanes)
+    run = _kernel("cross_entropy_backward", logits, target, lanes, softcap=rule.softcap)
     stride = gradient.stride(0) if rule.reduction == "none" else 0
     numbers = (stride, rows, classes, *layout, *strides, rule.ignore_index, int(rule.reduction == "mean"))
     pointers = (gradient, logits, target, statistics, output)
-    run(*_grid(rows, lanes), *pointers, *numbers, float(rule.label_smoothing), float(rule.z_loss))
+    run(*_grid(rows, lanes), *pointers, *numbers, *_factors(rule))
     return output
 
 
@@ -322,9 +339,11 @@ def cross_entropy_reference(
     ignore_index: int = -100,
     reduction: str = "mean",
     z_loss: float = 0.0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Computes :func:`fused_cross_entropy` in torch's own operations: its backward can be differentiated again."""
     wide, labels, wrong = _rows(logits, target, ignore_index)
+    wide = _capped(wide, softcap)
     check_classes(target, logits.shape[-1], ignore_index)
     classes = labels.masked_fill(wrong, 0)
     losses = F.cross_entropy(
@@ -338,6 +357,10 @@ def cross_entropy_reference(
     if reduction == "none":
         return losses.reshape(target.shape)
     return losses.sum() / counts.sum() if reduction == "mean" else losses.sum()
+
+
+def _capped(wide: Tensor, softcap: float) -> Tensor:
+    return softcap * (wide / softcap).tanh() if softcap else wide
 
 
 def _rows(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -369,7 +392,7 @@ def _refuse(target: Tensor, wrong: Tensor, classes: int) -> None:
 def _forward_by_torch(logits: Tensor, target: Tensor, rule: CrossEntropyRule) -> tuple[Tensor, Tensor]:
     loss = cross_entropy_reference(logits, target, **rule._asdict())
     wide, labels, _ = _rows(logits, target, rule.ignore_index)
-    sums = wide.logsumexp(-1)
+    sums = _capped(wide, rule.softcap).logsumexp(-1)
     counts = labels != _NOT_A_CLASS
     statistics = [torch.stack((sums, torch.zeros_like(sums)), 1).masked_fill_(~counts[:, None], 0).reshape(-1)]
     if rule.reduction == "mean":
@@ -381,6 +404,7 @@ def _backward_by_torch(
     gradient: Tensor, logits: Tensor, target: Tensor, statistics: Tensor, rule: CrossEntropyRule
 ) -> Tensor:
     wide, labels, wrong = _rows(logits, target, rule.ignore_index)
+    wide = _capped(wide, rule.softcap)
     sums = statistics[: 2 * len(labels)].view(-1, 2).sum(1)
     factor = gradient.reshape(-1).to(wide.dtype) * (statistics[-1] if rule.reduction == "mean" else 1.0)
     factor = torch.where(wrong, math.nan, factor)
@@ -389,6 +413,8 @@ def _backward_by_torch(
     result.sub_((factor * rule.label_smoothing / wide.shape[-1])[:, None])
     at_label = (factor * (rule.label_smoothing - 1))[:, None]
     result.scatter_add_(1, labels.clamp(0, wide.shape[-1] - 1)[:, None], at_label)
+    if rule.softcap:
+        result.mul_(1 - (wide / rule.softcap).square())
     result.masked_fill_(((labels == _NOT_A_CLASS) & ~wrong)[:, None], 0)
     return result.to(logits.dtype).reshape(logits.shape)
 
@@ -428,7 +454,7 @@ def _keep(ctx: _OperationContext, inputs: tuple[Any, ...], output: tuple[Tensor,
 
 def _gradients(ctx: _OperationContext, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     result = torch.ops.fabricamp.cross_entropy_backward(gradient, *ctx.saved_tensors, *ctx.rule)
-    return result, None, None, None, None, None
+    return result, *[None] * (1 + len(ctx.rule))
 
 
 def _refuse_second_derivative(*_: Any) -> tuple[Tensor | None, ...]:

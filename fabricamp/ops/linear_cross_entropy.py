@@ -44,7 +44,7 @@ _LOGITS_OF_A_CHUNK: Final = 256 * 2**20  # bytes from which on there is one more
 _ROWS: Final = 128  # a chunk's rows are a multiple: products of other sizes are slower
 _FIRST_PIECE: Final = 2**20
 _PLAIN: Final = frozenset({Tensor, torch.nn.Parameter})
-_RULE: Final = "float label_smoothing, int ignore_index, str reduction, float z_loss"
+_RULE: Final = "float label_smoothing, int ignore_index, str reduction, float z_loss, float softcap"
 _SCHEMA: Final = f"{_RULE}, ScalarType dtype, ScalarType sums, bool[] wanted"
 
 
@@ -94,6 +94,7 @@ def fused_linear_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     z_loss: float = 0.0,
+    softcap: float = 0.0,
     accumulate: str = "weight",
 ) -> Tensor:
     """Returns the fp32 cross-entropy of the logits ``hidden @ weight.T + bias``, of which one chunk of rows is in memory at a time.
@@ -112,7 +113,7 @@ def fused_linear_cross_entropy(
     >>> fused_linear_cross_entropy(hidden, weight, torch.tensor([1, -100]))
     tensor(1.3863, grad_fn=...)
     """
-    rule = CrossEntropyRule(label_smoothing, ignore_index, reduction, z_loss)
+    rule = CrossEntropyRule(label_smoothing, ignore_index, reduction, z_loss, softcap)
     check_rule(rule)
     check_accumulate(accumulate)
     _check(hidden, weight, target, bias)

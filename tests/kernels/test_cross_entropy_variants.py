@@ -15,9 +15,10 @@ LARGEST, *OTHERS = [("__nv_bfloat16", "int64", "512"), ("__half", "int", "128"),
 @pytest.mark.parametrize(
     ("variant", "place"), [(LARGEST, 0), (LARGEST, None), (LARGEST, -1), *((one, None) for one in OTHERS)]
 )
-def test_no_variant_spills(variant, place):
+@pytest.mark.parametrize("softcap", ["0", "1"])
+def test_no_variant_spills(variant, place, softcap):
     architecture = 90 if place is None else architectures()[place]
-    defines = tuple(zip(("LOGIT", "LABEL", "LANES"), variant, strict=True))
+    defines = tuple(zip(("LOGIT", "LABEL", "LANES", "SOFTCAP"), (*variant, softcap), strict=True))
     log = compile_for(bridge.source("cross_entropy", (), defines), architecture)
     spills = [int(number) for number in re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log)]
     assert spills, log

@@ -13,7 +13,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.nn import FusedLinearCrossEntropy
 from tests.ops.losses import truth
 
-RULE = {"label_smoothing": 0.2, "ignore_index": 3, "reduction": "none", "z_loss": 0.1}
+RULE = {"label_smoothing": 0.2, "ignore_index": 3, "reduction": "none", "z_loss": 0.1, "softcap": 2.0}
 
 
 def sample():

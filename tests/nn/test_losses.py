@@ -15,7 +15,7 @@ from fabricamp.nn.losses import SoftmaxCrossEntropyLoss
 from fabricamp.ops import dispatch
 from tests.ops.losses import sample, truth
 
-RULE = {"label_smoothing": 0.2, "ignore_index": 3, "reduction": "none", "z_loss": 0.1}
+RULE = {"label_smoothing": 0.2, "ignore_index": 3, "reduction": "none", "z_loss": 0.1, "softcap": 5.0}
 
 
 def test_it_is_torchs_loss_by_default(kernel_device):

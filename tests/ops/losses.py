@@ -12,12 +12,15 @@ RULES = [
     {"label_smoothing": 0.1},
     {"z_loss": 0.01, "reduction": "sum"},
     {"label_smoothing": 1.0, "z_loss": 0.1, "reduction": "none"},
+    {"softcap": 4.0, "label_smoothing": 0.1, "z_loss": 0.01},
 ]
 
 
-def truth(logits, target, *, label_smoothing=0.0, ignore_index=-100, reduction="mean", z_loss=0.0):
+def truth(logits, target, *, label_smoothing=0.0, ignore_index=-100, reduction="mean", z_loss=0.0, softcap=0.0):
     """In float64, by torch's own function."""
     rows, labels = logits.double().reshape(-1, logits.shape[-1]), target.long().reshape(-1)
+    if softcap:
+        rows = softcap * torch.tanh(rows / softcap)
     how = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "none"}
     counts = labels != ignore_index
     losses = F.cross_entropy(rows, labels, **how) + z_loss * rows.logsumexp(-1).square().masked_fill(~counts, 0)

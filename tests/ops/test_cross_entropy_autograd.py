@@ -95,7 +95,7 @@ def test_the_reference_can_be_differentiated_twice():
     target = torch.tensor([1, -100, 5, 0])
 
     def loss(one):
-        return cross_entropy_reference(one, target, label_smoothing=0.1, z_loss=0.1)
+        return cross_entropy_reference(one, target, label_smoothing=0.1, z_loss=0.1, softcap=2.0)
 
     assert torch.autograd.gradcheck(loss, logits)
     assert torch.autograd.gradgradcheck(loss, logits)
@@ -154,7 +154,7 @@ def test_exports(kernel_device):
 @in_pairs("reduction, runs", ["mean", "none"], ["kernel", "torch"])
 def test_the_registered_operations_are_well_formed(kernel_device, reduction, runs):
     logits, target = sample(kernel_device, 6, 30)
-    rule = CrossEntropyRule(0.1, -100, reduction, 0.01)
+    rule = CrossEntropyRule(0.1, -100, reduction, 0.01, 5.0)
     forward, backward = torch.ops.fabricamp.cross_entropy.default, torch.ops.fabricamp.cross_entropy_backward.default
 
     def check():
@@ -170,10 +170,17 @@ def test_the_registered_operations_are_well_formed(kernel_device, reduction, run
 
 
 @many
-@given(st.integers(1, 9), st.integers(1, 40), st.floats(0, 1), st.sampled_from(["mean", "none"]), st.integers(0, 99))
-def test_the_operations_by_torch_equal_float64(rows, classes, smoothing, reduction, seed):
+@given(
+    st.integers(1, 9),
+    st.integers(1, 40),
+    st.floats(0, 1),
+    st.sampled_from(["mean", "none"]),
+    st.sampled_from([0.0, 2.0]),
+    st.integers(0, 99),
+)
+def test_the_operations_by_torch_equal_float64(rows, classes, smoothing, reduction, softcap, seed):
     logits, target = sample("cpu", rows, classes, seed=seed)
-    rule = CrossEntropyRule(smoothing, -100, reduction, 0.1)
+    rule = CrossEntropyRule(smoothing, -100, reduction, 0.1, softcap)
     exact = logits.double().requires_grad_()
     expected = truth(exact, target, **rule._asdict())
     loss, statistics = cross_entropy_forward(logits, target, rule)
@@ -248,6 +255,7 @@ def test_by_torch_on_a_gpu_such_a_row_is_nan(monkeypatch):
         ({"label_smoothing": 1.5}, r"label_smoothing=1.5 .* from 0 to 1"),
         ({"z_loss": -1.0}, r"z_loss=-1.0 .* 0 or a positive number"),
         ({"z_loss": math.nan}, "z_loss=nan"),
+        ({"softcap": math.inf}, r"softcap=inf .* a positive number, or 0 for none"),
         ({"target": torch.zeros(3)}, r"targets of torch.float32: .* int64 or int32"),
         ({"target": torch.zeros(4, dtype=torch.int64)}, r"shape \(3, 5\) and targets of shape \(4,\): classes are the last"),
         ({"logits": torch.zeros(3, 0)}, r"logits of shape \(3, 0\)"),

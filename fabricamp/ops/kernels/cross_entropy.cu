@@ -7,10 +7,13 @@
 #define LABEL int64
 #define LANES 512
 #endif
+#ifndef SOFTCAP  // 1: the softmax is of cap * tanh(logit / cap)
+#define SOFTCAP 0
+#endif
 
 #define LOG2_E 1.44269504088896341f
 #define LOWEST -3.402823466e38f  // not -inf: -inf - -inf is NaN
-#define BATCH 4                  // loads in flight per thread
+#define BATCH (SOFTCAP ? 2 : 4)  // loads in flight per thread: more would spill registers with a cap
 
 constexpr int WIDTH = 16 / sizeof(LOGIT);
 typedef Pack<LOGIT, WIDTH> Wide;
@@ -34,6 +37,30 @@ __device__ __forceinline__ float power_of_two(float x) {
   return exp2f(x);
 #endif
 }
+
+__device__ __forceinline__ float reciprocal(float x) {
+#ifdef __CUDA_ARCH__
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  return inverse;
+#else
+  return 1 / x;
+#endif
+}
+
+// What the softmax sees of a logit, to 2e-7 of the cap (tanhf would spill registers), and the derivative of that.
+struct Cap {
+  float size = 0, inverse = 0;
+
+  __device__ __forceinline__ float of(float x) const {
+    return SOFTCAP ? size - 2 * size * reciprocal(1 + power_of_two(x * inverse * (2 * LOG2_E))) : x;
+  }
+  __device__ __forceinline__ float slope_at(float seen) const {
+    return SOFTCAP ? 1 - seen * inverse * (seen * inverse) : 1;
+  }
+};
+
+__device__ __forceinline__ Cap cap_of(double softcap) { return SOFTCAP ? Cap{(float)softcap, 1 / (float)softcap} : Cap{}; }
 
 __device__ __forceinline__ bool in_range(int64 label, int64 classes) { return label >= 0 && label < classes; }
 
@@ -77,9 +104,12 @@ __device__ __forceinline__ void each_of_row(const LOGIT* row, int head, int clas
 // Statistics of some logits: the largest, the sum of e^(x - largest), and the plain sum.
 struct Softmax {
   float largest = LOWEST, sum = 0, total = 0;
+  Cap cap;
 
-  template <int N> __device__ __forceinline__ void run(int, const float (&x)[N]) {
-    float next = largest;
+  template <int N> __device__ __forceinline__ void run(int, const float (&logit)[N]) {
+    float next = largest, x[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) x[j] = cap.of(logit[j]);
 #pragma unroll
     for (int j = 0; j < N; ++j) next = fmaxf(next, x[j]);
     sum *= power_of_two((largest - next) * LOG2_E);
@@ -134,7 +164,7 @@ struct Softmax {
 // Writes each row's loss, and the pair (largest logit, log of the sum of e^(x - largest)); the loss of an invalid target is NaN.
 extern "C" __global__ void __launch_bounds__(512, 2) cross_entropy_forward(
     const LOGIT* logits, const LABEL* target, float* losses, float* statistics, int64 rows, int64 classes, int64 inner,
-    int64 outer_stride, int64 inner_stride, int64 ignore_index, double smoothing, double z_loss) {
+    int64 outer_stride, int64 inner_stride, int64 ignore_index, double smoothing, double z_loss, double softcap) {
   int64 index = own_row();
   if (index >= rows) return;
   bool first = lane_of_row() == 0;
@@ -145,6 +175,7 @@ extern "C" __global__ void __launch_bounds__(512, 2) cross_entropy_forward(
   }
   const LOGIT* row = logits + start_of(index, inner, outer_stride, inner_stride);
   Softmax all;
+  all.cap = cap_of(softcap);
   each_of_row(row, head_of(row, row, classes), classes, all);
   all.merge_row();
   if (!first) return;
@@ -152,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(512, 2) cross_entropy_forward(
   statistics[2 * index] = all.largest;
   statistics[2 * index + 1] = log_sum;
   float loss = log_sum;
-  loss -= in_range(label, classes) ? (1.f - smooth) * (widen(row[label]) - all.largest) : nanf("");
+  loss -= in_range(label, classes) ? (1.f - smooth) * (all.cap.of(widen(row[label])) - all.largest) : nanf("");
   if (smooth > 0) loss -= smooth * (all.total / classes - all.largest);
   if (z_loss != 0) loss += (float)z_loss * whole * whole;
   losses[index] = loss;
@@ -189,9 +220,11 @@ extern "C" __global__ void __launch_bounds__(256) cross_entropy_total(
 struct Gradients {
   LOGIT* to;
   float largest, log2_sum, growth, shift;
+  Cap cap;
 
-  __device__ __forceinline__ float of(float x) const {
-    return growth * power_of_two((x - largest) * LOG2_E - log2_sum) - shift;
+  __device__ __forceinline__ float of(float logit) const {
+    float x = cap.of(logit);
+    return (growth * power_of_two((x - largest) * LOG2_E - log2_sum) - shift) * cap.slope_at(x);
   }
 
   template <int N> __device__ __forceinline__ void run(int i, const float (&x)[N]) const {
@@ -221,7 +254,8 @@ __device__ __forceinline__ void write_zeros(LOGIT* row, int classes) {
 extern "C" __global__ void __launch_bounds__(512, 2) cross_entropy_backward(
     const float* gradient, const LOGIT* logits, const LABEL* target, const float* statistics, LOGIT* output,
     int64 gradient_stride, int64 rows, int64 classes, int64 inner, int64 outer_stride, int64 inner_stride,
-    int64 output_outer_stride, int64 output_inner_stride, int64 ignore_index, int64 mean, double smoothing, double z_loss) {
+    int64 output_outer_stride, int64 output_inner_stride, int64 ignore_index, int64 mean, double smoothing, double z_loss,
+    double softcap) {
   int64 index = own_row();
   if (index >= rows) return;
   LOGIT* to = output + start_of(index, inner, output_outer_stride, output_inner_stride);
@@ -235,14 +269,15 @@ extern "C" __global__ void __launch_bounds__(512, 2) cross_entropy_backward(
   float factor = gradient[index * gradient_stride] * (mean ? statistics[2 * rows] : 1.f);
   if (!in_range(label, classes)) factor = nanf("");
   float growth = factor * (1.f + 2.f * (float)z_loss * (largest + log_sum));
-  Gradients body{to, largest, log_sum * LOG2_E, growth, factor * smooth / classes};
+  Gradients body{to, largest, log_sum * LOG2_E, growth, factor * smooth / classes, cap_of(softcap)};
   int head = head_of(row, to, classes);
   // The thread of the label's element writes it twice, so it reads the logit first: in place, the first write destroys it.
   bool has_label = in_range(label, classes) && lane_of((int)label, head, classes) == lane_of_row();
   float at_label = has_label ? widen(row[label]) : 0.f;
   each_of_row(row, head, classes, body);
   if (!has_label) return;
-  float value[1] = {body.of(at_label) - factor * (1.f - smooth)};
+  float slope = body.cap.slope_at(body.cap.of(at_label));
+  float value[1] = {body.of(at_label) - factor * (1.f - smooth) * slope};
   store<1>(to + label, value);
 }
 
