@@ -184,6 +184,36 @@ def cross_entropy(result):
     return "\n\n".join([f"## Cross-entropy on {result['device']}", about, table(head, rows)])
 
 
+def linear_cross_entropy(result):
+    forms = {"forward_ms": "{:.2f}", "backward_ms": "{:.2f}", "both_ms": "{:.2f}", "ratio_to_stored": "{:.2f}"}
+    forms |= {"peak_gb": "{:.2f}", "beyond_gradient_gb": "{:.2f}", "loss_error": "{:.0e}", "weight_error": "{:.0e}"}
+    rows = [
+        [row["shape"], row["row"], *[form.format(row[name]) for name, form in forms.items()]]
+        for row in result["rows"]
+        if "error" not in row
+    ]
+    failed = sorted({row["row"] for row in result["rows"] if "error" in row})
+    head = [
+        "rows x classes x width",
+        "by",
+        "forward ms",
+        "backward ms",
+        "both ms",
+        "ratio",
+        "peak GB",
+        "beyond the gradient",
+    ]
+    head += ["loss", "weight"]
+    about = (
+        'Loss of hidden states and the head\'s weight, GPU ms. "Ratio" is the time for both, divided by the fastest with stored\n'
+        'logits. "Peak" is memory beyond the operands, "beyond the gradient" the same without the weight\'s gradient. "Loss" and\n'
+        '"weight" are distances of the loss, and of the weight\'s gradient as a share of its largest value, to fp32.'
+    )
+    if failed:
+        about += f"\nNot measured, because it failed in this run: {', '.join(failed)}."
+    return "\n\n".join([f"## Losses without stored logits on {result['device']}", about, table(head, rows)])
+
+
 NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm", "cross_entropy": "Cross-entropy"}
 
 
@@ -908,6 +938,7 @@ RENDERERS = {
     "start": start,
     "compiled_start": compiled_start,
     "cross_entropy": cross_entropy,
+    "linear_cross_entropy": linear_cross_entropy,
     "end_to_end": end_to_end,
     "loop": loop,
     "loop_ranks": loop_ranks,

@@ -85,6 +85,24 @@ def cross_entropy(result):
     return [["cross-entropy of 8192 x 50304 bf16 logits, time and memory", ours, f"torch's: {theirs}", where(result)]]
 
 
+def linear_cross_entropy(result):
+    rows = {
+        row["row"]: f"{row['both_ms']:.1f} ms, {row['peak_gb']:.2f} GB"
+        for row in result["rows"]
+        if row["shape"] == "8192x128256x4096 bfloat16" and "error" not in row
+    }
+    others = {
+        "torch's on stored logits": "stored, torch",
+        "fabricamp's in place on stored logits": "stored, fused in place",
+    }
+    others |= {"Liger's": "Liger"}
+    if "ours" not in rows:
+        return []
+    beside = "; ".join(f"{name}: {rows[key]}" for name, key in others.items() if key in rows)
+    what = "a head of 128,256 words with its loss, 8192 x 4096 bf16 hidden states, time and memory beyond the operands"
+    return [[what, rows["ours"], beside, where(result)]]
+
+
 def syncbn(result):
     steps = {row["run"]: row["wall_ms"] for row in result["networks"] if row["batch"] == 64}
     ours, theirs = steps.get("fabricamp SyncBatchNorm"), steps.get("torch SyncBatchNorm")
@@ -138,6 +156,7 @@ KINDS = {
     "fsdp": fsdp,
     "syncbn": syncbn,
     "cross_entropy": cross_entropy,
+    "linear_cross_entropy": linear_cross_entropy,
     "norms": norms,
     "optimizers": optimizers,
     "ddp": ddp,

@@ -106,6 +106,22 @@ def test_cross_entropy():
     assert f"| {shape} | ours | 0.200 | 0.400 | 0.600 | 0.700 | 90% | 2.00 | 2.50x |" in page
 
 
+def test_losses_without_stored_logits():
+    shape = "8192x128256x4096 bfloat16"
+    times = {
+        "ours": cross_entropy.LinearResult(37.5, 0.03, 37.53, 1.39, 0.34, 2.1e-5, 3.5e-3),
+        "stored, torch": cross_entropy.LinearResult(13.5, 24.8, 38.3, 6.3, 5.25, 1.4e-2, 1.9e-3),
+    }
+    rows = [{"shape": shape, "row": name, **time._asdict(), "ratio_to_stored": 1.1} for name, time in times.items()]
+    result = ABOUT | {"rows": [*rows, {"shape": shape, "row": "Liger", "error": "ImportError"}]}
+    page = render.linear_cross_entropy(result)
+    assert f"| {shape} | ours | 37.50 | 0.03 | 37.53 | 1.10 | 1.39 | 0.34 | 2e-05 | 4e-03 |" in page
+    assert "Not measured, because it failed in this run: Liger." in page
+    ((_, ours, theirs, _),) = summary.rows_of({"linear_cross_entropy-card.json": result})
+    assert (ours, theirs) == ("37.5 ms, 1.39 GB", "torch's on stored logits: 38.3 ms, 6.30 GB")
+    assert summary.rows_of({"linear_cross_entropy-card.json": result | {"rows": rows[1:]}}) == []
+
+
 def test_sharded_weights_with_compiled_blocks():
     def row(way, *times):
         return {
