@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -38,10 +38,18 @@ SMALL: Final = 1 << 16
 class Held(NamedTuple):
     """What only writers that ask the gate change: a save may read it in place for a while."""
 
-    storages: frozenset[int] = frozenset()
-    """The addresses of their storages."""
+    tensors: Sequence[Tensor] = ()
+    """Strided ones."""
     reads_later: bool = True
     """Whether the gate sees every writer; else only copies on the device are made of them."""
+
+    def addresses(self) -> frozenset[int]:
+        """Returns the addresses of their storages."""
+        return frozenset(tensor.untyped_storage().data_ptr() for tensor in self.tensors)
+
+    def versions(self) -> int:
+        """Returns a number that changes if torch counts a write to one of them."""
+        return sum(tensor._version for tensor in self.tensors if not tensor.is_inference())
 
 
 class HostCopy:
@@ -61,6 +69,7 @@ class HostCopy:
         self._clones: list[_Later] = []
         self._rest_is_read = threading.Event()
         self._memory: PinnedMemory | None = None
+        self._reading: Reading | None = None
 
     def prepare(
         self,
@@ -94,13 +103,16 @@ class HostCopy:
         self._rest_is_read = threading.Event()
         self._events = []
         self._events_of_rest = []
+        self._reading = None
         for device in copies.devices:
             self._events += self._queue(device)
         if self._rest:
             addresses = [later.source.data_ptr() for later in self._rest]
             in_host_memory = any(later.source.device.type == "cpu" for later in self._rest)
             is_read = self._rest_is_read if in_host_memory else None
-            WRITES.close(functools.partial(_let_write, self._events_of_rest, is_read), addresses)
+            let_write = functools.partial(_let_write, self._events_of_rest, is_read)
+            self._reading = Reading(held)
+            WRITES.close(functools.partial(self._reading.end, let_write), addresses)
         return copied
 
     def _queue(self, device: torch.device) -> list[torch.cuda.Event]:
@@ -132,6 +144,10 @@ class HostCopy:
             for later in self._rest:
                 if later.source.device.type == "cpu":
                     later.copy()
+            for event in self._events_of_rest:
+                event.synchronize()
+            if self._reading is not None:
+                self._reading.note_read()
         finally:
             self._rest_is_read.set()  # a writer would wait forever
         for later in self._clones:
@@ -140,6 +156,35 @@ class HostCopy:
         for event in self._events:
             event.synchronize()
         self._clones = []  # gives the device its memory back
+        if self._reading is not None and self._reading.is_torn:
+            raise CheckpointError(
+                "weights or optimizer states were written between two updates by code that a save in the background cannot hold up "
+                "(a hook of autograd, compiled code, a kernel of yours), while the checkpoint was copied; use ModelCheckpoint"
+            )
+
+
+class Reading:
+    """Tells whether something has written what is held before it was read, and before the gate was opened."""
+
+    def __init__(self, held: Held) -> None:
+        self.is_torn = False
+        self._held = held
+        self._versions = held.versions()
+        self._has_ended = False
+
+    def end(self, let_write: Callable[[], None]) -> None:
+        """Lets the first writer wait, which the gate has seen."""
+        if not self._has_ended:
+            self.is_torn = self._held.versions() != self._versions
+            self._has_ended = True
+        let_write()
+
+    def note_read(self) -> None:
+        """Looks for writers that the gate has not seen by now; called from any thread, when all has been read."""
+        versions = self._held.versions()
+        if not self._has_ended:  # else those that the gate has seen may have written
+            self.is_torn = versions != self._versions
+            self._has_ended = True
 
 
 def _let_write(events: list[torch.cuda.Event], is_read: threading.Event | None) -> None:
@@ -194,6 +239,7 @@ class _Copies:
         self._buffers = buffers
         self._own = own
         self._held = held
+        self._addresses = held.addresses()
         self._free: dict[torch.device, int] = {}
         self.rest: list[_Later] = []
         """What is read where it is."""
@@ -254,7 +300,7 @@ class _Copies:
 
     def _is_left_for_later(self, memory: torch.UntypedStorage, storage: torch.UntypedStorage) -> bool:
         """Returns whether the copy into ``memory`` is made later: from a clone on the device, or from where it is."""
-        if storage.data_ptr() not in self._held.storages or storage.nbytes() < SMALL:
+        if storage.data_ptr() not in self._addresses or storage.nbytes() < SMALL:
             return False
         device = storage.device
         free = self._free.setdefault(device, free_memory(device))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 
+from fabricamp.ops.write_gate import WRITES, unwatched
 from fabricamp.precision.boundary import hook_before_first_call, others_hook_all_modules
 from fabricamp.torch_private import compiled_by_user, current_backward, observed
 
@@ -141,7 +142,9 @@ class CompiledCall:
             return module._call_impl(*args, **kwargs)
         calls = self._calls
         hook_before_first_call(module)
-        program = partial(calls.program(self._key, module), module)
+        program: Callable[..., Any] = partial(calls.program(self._key, module), module)
+        if WRITES.closed:
+            program = unwatched(program)
         calls.within = True
         calls.watch.name = type(module).__name__
         try:

@@ -2,20 +2,25 @@
 
 :data:`WRITES` is closed by such a copy, and opened by the first writer after it.  Writers of the package ask
 :attr:`WriteGate.closed` and open it; what a program writes by torch's functions opens it too, while a :class:`Watch` is active.
+Compiled code must not see a watch, which would have it compiled again: :func:`unwatched`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+import functools
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fabricamp.ops.shards import local
+from fabricamp.torch_private import function_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+Result = TypeVar("Result")
 
 
 class WriteGate:
@@ -29,11 +34,13 @@ class WriteGate:
         the copy is complete
     """
 
-    __slots__ = ("_held", "_wait", "closed")
+    __slots__ = ("_held", "_wait", "closed", "may_close")
 
     def __init__(self) -> None:
         self.closed = False
         """Whether a writer has to call :meth:`open` first."""
+        self.may_close: Callable[[], Iterable[int]] | None = None
+        """Returns the addresses of the storages that a copy may read in this run; None if no copy will."""
         self._wait: Callable[[], None] | None = None
         self._held: frozenset[int] = frozenset()
 
@@ -49,12 +56,17 @@ class WriteGate:
 
     def open(self) -> None:
         """Waits for the copy, if there is one."""
+        wait = self.hand_over()
+        if wait is not None:
+            wait()
+
+    def hand_over(self) -> Callable[[], None] | None:
+        """Opens it without waiting: the caller lets the writers wait by the function that this returns."""
         wait = self._wait
         self.closed = False
         self._wait = None
         self._held = frozenset()
-        if wait is not None:
-            wait()
+        return wait
 
     def holds(self, tensor: Tensor) -> bool:
         """Returns whether ``tensor`` is in memory that is read."""
@@ -69,19 +81,52 @@ WRITES: Final = WriteGate()
 class Watch(TorchFunctionMode):
     """Opens the gate before a torch function that writes into memory that is read; for a program's own code."""
 
+    def begin(self) -> None:
+        """Watches from now on."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Ends the watch, if others have begun to watch since, too."""
+        with function_modes() as modes:
+            if self in modes:
+                modes.remove(self)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls ``func``."""
         kwargs = kwargs or {}
+        if (
+            torch.compiler.is_compiling()
+        ):  # a constant there; torch 2.13 compiles wrong code for what it cannot trace here
+            return func(*args, **kwargs)
         if WRITES.closed and _writes(func, kwargs) and any(map(WRITES.holds, _tensors_in((args, kwargs)))):
             WRITES.open()
         return func(*args, **kwargs)
 
 
+def unwatched(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Returns ``function``, compiled code, without a :class:`Watch` while it runs."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Result:
+        with function_modes() as modes:
+            before = list(modes)
+            modes[:] = [mode for mode in modes if not isinstance(mode, Watch)]
+        try:
+            return function(*args, **kwargs)
+        finally:
+            with function_modes() as modes:
+                modes[:] = before
+
+    return call
+
+
 def _writes(func: Any, kwargs: Any) -> bool:
     """Returns whether a function may write into an argument, by torch's rules for names."""
     name = getattr(func, "__name__", "")
+    if name == "__set__":  # others, such as .grad, write nothing into the tensor's memory, and .data gives it another
+        return getattr(getattr(func, "__self__", None), "__name__", "") in ("real", "imag")
     if name.startswith("__"):
-        return name in ("__setitem__", "__set__") or name.startswith("__i")
+        return name == "__setitem__" or name.startswith("__i")
     return name.endswith("_") or "out" in kwargs
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from types import SimpleNamespace
 
@@ -28,16 +29,27 @@ WIDTH = 160  # a weight has 100 kB: more than what is copied at once
 
 @pytest.fixture(autouse=True)
 def slow(monkeypatch):
-    """Slows each later copy down; returns the number of copies."""
+    """Lets each later copy begin when somebody writes; returns the bytes of each."""
     copies = []
     real = background._Later.copy
+    real_take = background.HostCopy.take
 
     def copy(later, **options):
         if later.source.device.type == "cuda":
             torch.cuda._sleep(5_000_000)  # on the stream of the copy
-        time.sleep(0.003)
-        copies.append(later.source.nbytes())
+        if threading.current_thread() is not threading.main_thread():
+            end = time.monotonic() + 0.2
+            while write_gate.WRITES.closed and time.monotonic() < end:  # a writer that does not ask is ahead
+                time.sleep(0.001)
+            time.sleep(0.003)  # and one that does not wait
         real(later, **options)
+
+    def take(host_copy, *given):
+        copied = real_take(host_copy, *given)
+        copies.extend(later.source.nbytes() for later in [*host_copy._rest, *host_copy._clones])
+        return copied
+
+    monkeypatch.setattr(background.HostCopy, "take", take)
 
     monkeypatch.setattr(background._Later, "copy", copy)
     monkeypatch.setattr(_checkpoint_files, "secrets", SimpleNamespace(token_hex=lambda size: "0" * 2 * size))
@@ -120,10 +132,10 @@ class Reloads(Callback):
             state["exp_avg"].zero_()
 
 
-def contents(folder, kind, module, callbacks=(), batches=50, **options):
+def contents(folder, kind, module, callbacks=(), batches=50, every=1, **options):
     """Returns the bytes of the files that a fit with a save at each batch writes."""
     named = type("Named", (kind,), {"state_key": "checkpoint"})
-    checkpoint = named(folder, every_n_train_steps=1, save_top_k=-1, monitor="step", filename="{step}")
+    checkpoint = named(folder, every_n_train_steps=every, save_top_k=-1, monitor="step", filename="{step}")
     torch.manual_seed(0)
     trainer = quiet_trainer(
         max_epochs=1,
@@ -138,12 +150,12 @@ def contents(folder, kind, module, callbacks=(), batches=50, **options):
     return files
 
 
-def check(folder, monkeypatch, module, callbacks=lambda: (), device_memory=0, batches=50, **options):
+def check(folder, monkeypatch, module, callbacks=lambda: (), device_memory=0, batches=50, saves=None, **options):
     monkeypatch.setattr(background, "free_memory", lambda device: device_memory)
     one, other = (
         contents(folder, kind, module, callbacks(), batches, **options) for kind in (ModelCheckpoint, AsyncCheckpoint)
     )
-    assert len(one) == batches
+    assert len(one) == (saves or batches)
     assert one.keys() == other.keys()
     different = [name for name, content in one.items() if content != other[name]]
     assert not different
