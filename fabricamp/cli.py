@@ -345,27 +345,18 @@ def _add_export(commands: Any) -> None:
         action="append",
         default=[],
         metavar="2,3,224,224",
-        help="the shape of an input, one for each of forward's; by default that of example_input_array",
+        help="the shape of an input, one for each of forward's, with a dtype other than float32 behind it (2,128:int64); "
+        "by default that of example_input_array",
     )
 
 
 def _export(options: argparse.Namespace) -> int:
-    import torch
-
-    from fabricamp.commands.export import export
+    from fabricamp.commands.export import example_input, export
     from fabricamp.config import locate
 
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as Python does for a script
     module: Any = locate(options.module, "--module") if options.module else None
-    try:
-        inputs = [
-            torch.randn([int(size) for size in shape.split(",")], dtype=torch.float32, device="cpu")
-            for shape in options.input
-        ]
-    except ValueError:
-        raise ConfigError(
-            f"--input {' '.join(options.input)}: write sizes with commas between them, as in 2,3,224,224"
-        ) from None
+    inputs = [example_input(text) for text in options.input]
     print(export(options.checkpoint, options.to, module=module, inputs=inputs, dtype=options.dtype))
     return 0
 

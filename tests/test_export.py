@@ -139,6 +139,35 @@ class Knows(Net):
         self.example_input_array = torch.zeros(2, 8)
 
 
+class Words(Net):
+    """Takes numbers of words, and a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(3, 8)
+
+    def forward(self, words, mask):
+        return self.head(self.embedding(words).masked_fill(mask[..., None], 0).mean(1))
+
+    def training_step(self, batch, batch_idx):
+        words = (batch[0] > 0).long()
+        return self(words, words < 0).square().mean()
+
+
+def test_integers_and_flags_as_inputs(capsys):
+    saving = ModelCheckpoint(".", filename="last")
+    trainer = quiet_trainer(max_steps=2, callbacks=saving, enable_checkpointing=True)
+    module = Words()
+    trainer.fit(module, torch.utils.data.DataLoader(data(), 4))
+    command = ["export", "last.ckpt", "--to", "net.pt2", "--module", f"{__name__}.Words"]
+    assert main([*command, "--input", "4,5", "--input", "4,5:bool"]) == 2
+    assert "; integers as 2,128:int64)" in capsys.readouterr().err
+    assert main([*command, "--input", "4,5:int64", "--input", "4,5:bool"]) == 0
+    words, mask = torch.tensor([[2, 1, 0, 1, 2]] * 3), torch.tensor([[True, False, False, True, False]] * 3)
+    program = torch.export.load("net.pt2").module()
+    torch.testing.assert_close(program(words, mask), module(words, mask))
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
@@ -152,8 +181,10 @@ class Knows(Net):
         (["w.pt2"], 2, "give the module's class (--module)"),
         (["w.pt2", "--module", "Net"], 2, "--module='Net' is not a dotted name"),
         (["w.pt2", "--module", f"{__name__}.Nett"], 2, "has no 'Nett'; did you mean 'Net'?"),
-        (["w.pt2", "--module", f"{__name__}.Net"], 2, "give their shapes (--input 2,3,224,224)"),
+        (["w.pt2", "--module", f"{__name__}.Net"], 2, "give their shapes (--input 2,3,224,224, integers"),
         (["w.pt2", "--module", f"{__name__}.Net", "--input", "4x8"], 2, "--input 4x8: write sizes with commas"),
+        (["w.pt2", "--module", f"{__name__}.Net", "--input", "4,8:int46"], 2, "--input 4,8:int46: write sizes"),
+        (["w.pt2", "--module", f"{__name__}.Net", "--input", "4,-8"], 2, "--input 4,-8: write sizes"),
         (
             ["w.pt2", "--module", f"{__name__}.Net", "--input", "4,9"],
             2,

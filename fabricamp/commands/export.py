@@ -172,7 +172,8 @@ def _program(module: TrainingModule, inputs: Sequence[Tensor]) -> torch.export.E
     example: Any = tuple(inputs) or module.example_input_array
     if example is None:
         raise ConfigError(
-            f"forward of {type(module).__name__} needs an example of its inputs: give their shapes (--input 2,3,224,224), or set "
+            f"forward of {type(module).__name__} needs an example of its inputs: give their shapes (--input 2,3,224,224, integers "
+            "as 2,128:int64), or set "
             "self.example_input_array in __init__"
         )
     tensors = example if isinstance(example, tuple) else (example,)
@@ -182,6 +183,23 @@ def _program(module: TrainingModule, inputs: Sequence[Tensor]) -> torch.export.E
     batches: Any = tuple({0: torch.export.Dim.AUTO} if one.ndim else None for one in arguments)
     with torch.no_grad():
         return torch.export.export(module, arguments, dynamic_shapes=batches)
+
+
+def example_input(text: str) -> Tensor:
+    """Returns an input with the sizes, and the dtype, of ``--input``: random floating values, or zeros, which any embedding has.
+
+    Raises :class:`ConfigError` for a text that names none.
+    """
+    shape, _, name = text.partition(":")
+    dtype = getattr(torch, name or "float32", None)
+    if not isinstance(dtype, torch.dtype) or not all(size.isdecimal() for size in shape.split(",")):
+        raise ConfigError(
+            f"--input {text}: write sizes with commas between them, as in 2,3,224,224, and a dtype of torch behind a colon if it "
+            "is not float32, as in 2,128:int64"
+        )
+    sizes = [int(size) for size in shape.split(",")]
+    make = torch.randn if dtype.is_floating_point or dtype.is_complex else torch.zeros
+    return make(sizes, dtype=dtype, device="cpu")
 
 
 def _check_forward(module: TrainingModule, arguments: tuple[Tensor, ...]) -> None:
@@ -196,7 +214,7 @@ def _check_forward(module: TrainingModule, arguments: tuple[Tensor, ...]) -> Non
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"{forward} does not take an input of {_shapes(arguments)}: {reason}; give each input's sizes as the module takes "
-            f"them{fits} (--input 2,3,224,224, once for each)"
+            f"them{fits} (--input 2,3,224,224, once for each; integers as 2,128:int64)"
         ) from error
 
 
