@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from fabricamp.errors import CheckpointError
 from fabricamp.ops.shards import local
 from fabricamp.ops.write_gate import WRITES, Watch
 from fabricamp.strategies.process_group import SideProcessGroup
+from fabricamp.torch_private import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -252,7 +254,7 @@ def size_on_gpu(trainer: Trainer) -> int:
     tensors = [*session.module.parameters(), *session.module.buffers(), *_of_optimizers(session.optimizers)]
     storages = {
         own.untyped_storage().data_ptr(): -(-own.untyped_storage().nbytes() // 64) * 64
-        for own in map(local, tensors)
+        for own in chain.from_iterable(map(_parts_of, tensors))
         if own.is_cuda and own.layout is torch.strided
     }
     return sum(storages.values())
@@ -263,8 +265,7 @@ def held_by(trainer: Trainer) -> Held:
     session = trainer._runner.session
     if session is None:
         return Held()
-    own = [local(tensor) for tensor in _of_optimizers(session.optimizers)]
-    return Held([tensor for tensor in own if tensor.layout is torch.strided])
+    return Held([tensor for tensor in _of_optimizers(session.optimizers) if tensor.layout is torch.strided])
 
 
 def _addresses(trainer: Trainer) -> frozenset[int]:
@@ -278,7 +279,17 @@ def _of_optimizers(optimizers: Sequence[OptimizerFace]) -> list[Tensor]:
         found += [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for state in getattr(optimizer, "state", {}).values():
             found += state.values() if isinstance(state, dict) else ()
-    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+    return [part for tensor in found if isinstance(tensor, Tensor) for part in _parts_of(tensor)]
+
+
+def _parts_of(tensor: Any) -> list[Tensor]:
+    """Returns the tensors with memory that ``tensor`` consists of: of one of 8 bits, its codes and scales."""
+    own = local(tensor)
+    if not is_traceable_wrapper_subclass(own):
+        return [own]
+    wrapper: Any = own
+    names, _ = wrapper.__tensor_flatten__()
+    return [part for name in names for part in _parts_of(getattr(wrapper, name))]
 
 
 def _together(trainer: Trainer, action: Callable[[], Value]) -> Value:
