@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fabricamp.agenda import Entry, Position
 from fabricamp.callbacks._monitoring import missing_in
@@ -108,6 +108,7 @@ class MonitorLook(Entry):
         module = self._parts.module
         strings = strings_in(module, TrainingModule, without=_NAME_MONITORS)
         strings.update(*(strings_in(one, Callback) for one in self._callbacks))
+        part: Any
         for part in module.modules():
             strings.update(text for value in vars(part).values() for text in _texts(value))
             if hasattr(part, "compute") and hasattr(part, "keys"):  # torchmetrics' collections

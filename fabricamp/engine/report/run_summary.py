@@ -235,8 +235,8 @@ def _folders(trainer: Trainer) -> Iterator[str]:
 
 def _logs_of_others(session: Session) -> Iterator[str]:
     """Yields a line for each folder into which an earlier run has logged: both runs' values then share files and curves."""
-    folders = {logger.folder: None for logger in session.trainer.loggers if isinstance(logger, RunFolderLogger)}
-    if session.early_record is not None:
-        folders.pop(session.early_record.folder, None)  # its file is of this run
-    for folder in (folder for folder in folders if (folder / NAME).is_file()):
+    folders = dict.fromkeys(logger.folder for logger in session.trainer.loggers if isinstance(logger, RunFolderLogger))
+    early = session.early_record
+    own = None if early is None else early.folder
+    for folder in (folder for folder in folders if folder != own and (folder / NAME).is_file()):
         yield f"An earlier run has logged into {shown(folder)}: new values follow its own; another name or version keeps runs apart"
