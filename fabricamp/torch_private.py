@@ -79,7 +79,6 @@ __all__ = [
     "forget_memory",
     "forward_derivative_level",
     "fsdp_copy_ops",
-    "function_modes",
     "functorch_active",
     "global_forward_pre_hooks",
     "global_hooks",
@@ -352,24 +351,10 @@ class Compilation(Protocol):
         ...
 
 
-@contextlib.contextmanager
-def function_modes() -> Iterator[list[Any]]:
-    """Yields the active ``TorchFunctionMode`` objects, the outermost first; the list's changes take effect at the end."""
-    modes: list[Any] = []
-    while torch._C._len_torch_function_stack():
-        modes.append(torch._C._pop_torch_function_stack())
-    modes.reverse()
-    try:
-        yield modes
-    finally:
-        for mode in modes:
-            torch._C._push_on_torch_function_stack(mode)
-
-
 def last_compilation() -> Compilation | None:
     """Returns torch's record of its last compilation, one that failed too; None if there was none."""
-    utils = sys.modules.get("torch._dynamo.utils")
-    records = () if utils is None else utils._compilation_metrics
+    utils = sys.modules["torch._dynamo.utils"]  # needed around each call of compiled code, when it is imported
+    records = utils._compilation_metrics
     last: Compilation | None = records[-1] if records else None
     return last
 

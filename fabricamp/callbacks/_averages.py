@@ -15,7 +15,6 @@ from fabricamp._utils.types import StateDict
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.ops.remainders import is_remainder, joined, part_into, wide_values
 from fabricamp.ops.shards import is_shard, local
-from fabricamp.ops.write_gate import WRITES
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.master_weights import module_parameter, round_to
@@ -324,8 +323,6 @@ class Averages:
 
     def _write(self, sources: Mapping[str, Source], values: Mapping[str, Tensor]) -> None:
         """Writes ``values`` into the tensors that optimizers update, and rounds masters to the module's half weights."""
-        if WRITES.closed:
-            WRITES.open()
         updated: list[Tensor] = []
         new_values: list[Tensor] = []
         masters: list[Tensor] = []

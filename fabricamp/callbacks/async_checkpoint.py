@@ -14,11 +14,9 @@ from fabricamp.callbacks._rotation import PlannedRotation
 from fabricamp.callbacks.base import ends_everywhere
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.checkpoint import BackgroundWriter, StagedFolder, write_checkpoint
-from fabricamp.checkpoint.background import Held, Reading
 from fabricamp.checkpoint.form import form_of
 from fabricamp.errors import CheckpointError
 from fabricamp.ops.shards import local
-from fabricamp.ops.write_gate import WRITES, Watch
 from fabricamp.strategies.process_group import SideProcessGroup
 from fabricamp.torch_private import is_traceable_wrapper_subclass
 
@@ -53,9 +51,6 @@ class AsyncCheckpoint(ModelCheckpoint):
     _unsettled = False  # a write was started; equal on every rank, unlike the progress of rank 0's thread
     _beside: SideProcessGroup | None = None  # set if all ranks write
     _prepared = False  # host memory is being pinned
-    _watch: Watch | None = None  # active between a save that is still read and the next batch's end
-    _look: Reading | None = None  # set while a step is looked at
-    _writers_wait: bool | None = None  # whether the gate sees all writers of a step; None until one was looked at
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Creates the background writer."""
@@ -64,9 +59,6 @@ class AsyncCheckpoint(ModelCheckpoint):
         self._prepared = False
         self._in_flight = None
         self._unsettled = False
-        self._look = None
-        self._writers_wait = None
-        WRITES.may_close = functools.partial(_addresses, trainer)
         all_ranks_write = form_of(trainer.strategy).all_ranks_write
         self._beside = SideProcessGroup(trainer.strategy) if all_ranks_write else None
 
@@ -78,9 +70,6 @@ class AsyncCheckpoint(ModelCheckpoint):
         self, trainer: Trainer, pl_module: TrainingModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Publishes a finished write, then saves if a save is due."""
-        if not WRITES.closed:  # else an accumulation goes on
-            self._end_watch()
-            self._end_look()
         writer = self._writer
         if writer is not None and not self._prepared:
             self._prepared = True
@@ -89,18 +78,13 @@ class AsyncCheckpoint(ModelCheckpoint):
         if writer is not None and writer.finished and (self._beside is None or not writer.failed):
             self._finish_write(trainer, writer.wait)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self._writers_wait is None and self._look is None and not WRITES.closed:
-            self._look_at_writers(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Waits for the last write; later saves are synchronous."""
-        self._end_watch()
         # First: rank 0 may know of a file already that the other ranks wait for, and the last save depends on it.
         self._settle(trainer)
         super().on_train_end(trainer, pl_module)
         self._settle(trainer)
-        WRITES.open()
-        WRITES.may_close = None
         side_group = self._beside
         if self._writer is not None:
             self._writer.release()
@@ -111,7 +95,6 @@ class AsyncCheckpoint(ModelCheckpoint):
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         """Lets the write in flight finish, whatever ended training; a second Ctrl-C does not wait for it."""
-        self._end_watch()
         writer = self._writer
         try:
             if ends_everywhere(trainer, exception):
@@ -123,8 +106,6 @@ class AsyncCheckpoint(ModelCheckpoint):
         finally:
             self._writer = None
             self._beside = None
-            WRITES.open()
-            WRITES.may_close = None
             if writer is not None:
                 writer.release()
         super().on_exception(trainer, pl_module, exception)
@@ -138,45 +119,6 @@ class AsyncCheckpoint(ModelCheckpoint):
         all_write = self._beside is not None
         if trainer.strategy.device.type == "cuda" and (all_write or trainer.is_global_zero):
             writer.prepare(size_on_gpu(trainer))
-
-    def _held(self, trainer: Trainer) -> Held:
-        """Returns what only updates write, to be read later if all writers wait for that."""
-        session = trainer._runner.session
-        if session is None:
-            return Held()
-        # A watch would let code that the user has compiled be compiled again.
-        return held_by(trainer)._replace(
-            reads_later=bool(self._writers_wait) and not session.compilation.runs_code_of_user
-        )
-
-    def _look_at_writers(self, trainer: Trainer) -> None:
-        """Looks, in the step that follows, whether something writes weights or states that the gate does not see."""
-        session = trainer._runner.session
-        if session is None or session.compilation.runs_code_of_user:
-            self._writers_wait = False
-            return
-        held = held_by(trainer)
-        self._look = Reading(held)
-        WRITES.close(self._look.note_read, held.addresses())
-        self._begin_watch()
-
-    def _end_look(self) -> None:
-        look = self._look
-        self._look = None
-        if look is not None:
-            self._writers_wait = not look.is_torn
-
-    def _begin_watch(self) -> None:
-        """Sees from now on what the program itself writes, if the state is still being read."""
-        if WRITES.closed and self._watch is None:
-            self._watch = Watch()
-            self._watch.begin()
-
-    def _end_watch(self) -> None:
-        watch = self._watch
-        self._watch = None
-        if watch is not None:
-            watch.end()
 
     def _settle(self, trainer: Trainer) -> None:
         """Waits on every rank for the write in flight; every rank raises its error."""
@@ -226,8 +168,7 @@ class _BackgroundRotation(PlannedRotation):
                 write_checkpoint(path, copied)
                 plan.rotate()
 
-            writer.start(state, write, callback._held(trainer))
-            callback._begin_watch()
+            writer.start(state, write)
 
         def start_folder(path: str, state: StateDict) -> None:
             assert side_group is not None
@@ -238,8 +179,7 @@ class _BackgroundRotation(PlannedRotation):
                 folder.write(copied)
                 side_group.on_rank_zero(plan.rotate)
 
-            writer.write_copy(_together(trainer, lambda: writer.take(folder.own, callback._held(trainer))), write)
-            callback._begin_watch()
+            writer.write_copy(_together(trainer, lambda: writer.take(folder.own)), write)
 
         callback._write(trainer, plan, start_file if side_group is None else start_folder)
         callback._in_flight = plan
@@ -260,18 +200,6 @@ def size_on_gpu(trainer: Trainer) -> int:
     return sum(storages.values())
 
 
-def held_by(trainer: Trainer) -> Held:
-    """Returns what only updates write: the parameters of optimizers and their states."""
-    session = trainer._runner.session
-    if session is None:
-        return Held()
-    return Held([tensor for tensor in _of_optimizers(session.optimizers) if tensor.layout is torch.strided])
-
-
-def _addresses(trainer: Trainer) -> frozenset[int]:
-    return held_by(trainer).addresses()
-
-
 def _of_optimizers(optimizers: Sequence[OptimizerFace]) -> list[Tensor]:
     """Returns the optimizers' parameters, and the tensors of their states."""
     found: list[Any] = []
@@ -279,7 +207,7 @@ def _of_optimizers(optimizers: Sequence[OptimizerFace]) -> list[Tensor]:
         found += [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for state in getattr(optimizer, "state", {}).values():
             found += state.values() if isinstance(state, dict) else ()
-    return [part for tensor in found if isinstance(tensor, Tensor) for part in _parts_of(tensor)]
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
 
 def _parts_of(tensor: Any) -> list[Tensor]:

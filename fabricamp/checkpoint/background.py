@@ -7,9 +7,8 @@ shards that all ranks write in the background.
 from __future__ import annotations
 
 import copy
-import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ from fabricamp.checkpoint.pinned_memory import PinnedMemory, copy_in_pieces, pin
 from fabricamp.checkpoint.plain import tensors_in
 from fabricamp.errors import CheckpointError, NoThreadError
 from fabricamp.ops.shards import local
-from fabricamp.ops.write_gate import WRITES
 from fabricamp.torch_private import with_part
 
 if TYPE_CHECKING:
@@ -32,44 +30,23 @@ MARGIN: Final = 1 << 30
 """Bytes of a device that copies of a save leave free."""
 
 SMALL: Final = 1 << 16
-"""Tensors with fewer bytes are copied at once, whoever writes them."""
-
-
-class Held(NamedTuple):
-    """What only writers that ask the gate change: a save may read it in place for a while."""
-
-    tensors: Sequence[Tensor] = ()
-    """Strided ones."""
-    reads_later: bool = True
-    """Whether the gate sees every writer; else only copies on the device are made of them."""
-
-    def addresses(self) -> frozenset[int]:
-        """Returns the addresses of their storages."""
-        return frozenset(tensor.untyped_storage().data_ptr() for tensor in self.tensors)
-
-    def versions(self) -> int:
-        """Returns a number that changes if torch counts a write to one of them."""
-        return sum(tensor._version for tensor in self.tensors if not tensor.is_inference())
+"""Storages with fewer bytes are not cloned first."""
 
 
 class HostCopy:
     """Copies a checkpoint to host memory, pinned for GPU tensors; each copy reuses the memory of the previous one.
 
     Copies from a GPU are queued on the training stream: the host does not wait, and later changes of the weights run after them.
-    What is :class:`Held` is cloned on its device as far as that has free memory; the clones, and the rest where it is, are copied
-    beside the training that follows: on a stream of their own, or of host memory by :meth:`wait`.
+    As far as the GPU has free memory they are clones there, which are copied to the host beside the training that follows, on a
+    stream of their own.
     """
 
     def __init__(self) -> None:
         self._buffers: list[_Buffer] = []
         self._events: list[torch.cuda.Event] = []
-        self._events_of_rest: list[torch.cuda.Event] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._rest: list[_Later] = []
         self._clones: list[_Later] = []
-        self._rest_is_read = threading.Event()
         self._memory: PinnedMemory | None = None
-        self._reading: Reading | None = None
 
     def prepare(
         self,
@@ -85,118 +62,46 @@ class HostCopy:
         memory = self._memory
         self._memory = None
         self._buffers = []
-        self._rest = []
         if memory is not None:
             memory.close()
 
-    def take(self, state: StateDict, held: Held = Held()) -> StateDict:  # noqa: B008 - immutable
+    def take(self, state: StateDict) -> StateDict:
         """Returns a copy of ``state`` with every tensor on the host; shared memory and views are preserved.
 
-        The values have arrived after :meth:`wait`; until :data:`~fabricamp.ops.write_gate.WRITES` was opened, nobody may write what
-        is ``held``.  Raises :class:`CheckpointError` for values that a checkpoint cannot hold.
+        The values have arrived after :meth:`wait`.  Raises :class:`CheckpointError` for values that a checkpoint cannot hold.
         """
-        copies = _Copies(self._buffers, held, self._memory)
+        copies = _Copies(self._buffers, self._memory)
         copied = copies.copy_state(state)
         self._buffers = copies.used
-        self._rest = copies.rest
         self._clones = copies.clones
-        self._rest_is_read = threading.Event()
-        self._events = []
-        self._events_of_rest = []
-        self._reading = None
-        for device in copies.devices:
-            self._events += self._queue(device)
-        if self._rest:
-            addresses = [later.source.data_ptr() for later in self._rest]
-            in_host_memory = any(later.source.device.type == "cpu" for later in self._rest)
-            is_read = self._rest_is_read if in_host_memory else None
-            let_write = functools.partial(_let_write, self._events_of_rest, is_read)
-            self._reading = Reading(held)
-            WRITES.close(functools.partial(self._reading.end, let_write), addresses)
+        self._events = [self._queue(device) for device in copies.devices]
         return copied
 
-    def _queue(self, device: torch.device) -> list[torch.cuda.Event]:
-        """Queues the later copies from a GPU on a stream of their own; returns the events after which all has arrived."""
-        training = torch.cuda.current_stream(device)
-        now = torch.cuda.Event(blocking=True)
-        now.record(training)
-        rest = [later for later in self._rest if later.source.device == device]
+    def _queue(self, device: torch.device) -> torch.cuda.Event:
+        """Queues the copies of a GPU's clones on a stream of their own; returns the event after which all has arrived."""
+        arrived = torch.cuda.Event(blocking=True)
+        arrived.record(torch.cuda.current_stream(device))
         clones = [later for later in self._clones if later.source.device == device]
-        if not rest and not clones:
-            return [now]
+        if not clones:
+            return arrived
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
-        stream.wait_event(now)
-        events = [now]
+        stream.wait_event(arrived)
         with torch.cuda.stream(stream):
-            for part in (rest, clones):
-                for later in part:
-                    later.copy(non_blocking=True)
-                after = torch.cuda.Event(blocking=True)
-                after.record(stream)
-                events.append(after)
-        if rest:
-            self._events_of_rest.append(events[1])
-        return events
+            for later in clones:
+                later.copy(non_blocking=True)
+        arrived = torch.cuda.Event(blocking=True)
+        arrived.record(stream)
+        return arrived
 
     def wait(self) -> None:
-        """Waits until the last copy of :meth:`take` has arrived, and copies what is in host memory; called from any thread."""
-        try:
-            for later in self._rest:
-                if later.source.device.type == "cpu":
-                    later.copy()
-            for event in self._events_of_rest:
-                event.synchronize()
-            if self._reading is not None:
-                self._reading.note_read()
-        finally:
-            self._rest_is_read.set()  # a writer would wait forever
-        for later in self._clones:
-            if later.source.device.type == "cpu":
-                later.copy()
+        """Waits until the last copy of :meth:`take` has arrived; called from any thread."""
         for event in self._events:
             event.synchronize()
-        self._clones = []  # gives the device its memory back
-        if self._reading is not None and self._reading.is_torn:
-            raise CheckpointError(
-                "weights or optimizer states were written between two updates by code that a save in the background cannot hold up "
-                "(a hook of autograd, compiled code, a kernel of yours), while the checkpoint was copied; use ModelCheckpoint"
-            )
-
-
-class Reading:
-    """Tells whether something has written what is held before it was read, and before the gate was opened."""
-
-    def __init__(self, held: Held) -> None:
-        self.is_torn = False
-        self._held = held
-        self._versions = held.versions()
-        self._has_ended = False
-
-    def end(self, let_write: Callable[[], None]) -> None:
-        """Lets the first writer wait, which the gate has seen."""
-        if not self._has_ended:
-            self.is_torn = self._held.versions() != self._versions
-            self._has_ended = True
-        let_write()
-
-    def note_read(self) -> None:
-        """Looks for writers that the gate has not seen by now; called from any thread, when all has been read."""
-        versions = self._held.versions()
-        if not self._has_ended:  # else those that the gate has seen may have written
-            self.is_torn = versions != self._versions
-            self._has_ended = True
-
-
-def _let_write(events: list[torch.cuda.Event], is_read: threading.Event | None) -> None:
-    """Lets the current stream wait for ``events``; the host waits only for what is read in its own memory."""
-    for event in events:
-        event.wait()
-    if is_read is not None:
-        is_read.wait()
+        self._clones = []  # gives the GPU its memory back
 
 
 class _Later(NamedTuple):
-    """A copy that is made beside the training that follows."""
+    """A copy of a storage into host memory."""
 
     target: torch.UntypedStorage
     source: torch.UntypedStorage
@@ -235,15 +140,12 @@ class _Buffer(NamedTuple):
 class _Copies:
     """One copy operation: copies each storage once, and recreates each tensor as a view of the copy."""
 
-    def __init__(self, buffers: list[_Buffer] | None, held: Held = Held(), own: PinnedMemory | None = None) -> None:  # noqa: B008 - immutable
+    def __init__(self, buffers: list[_Buffer] | None, own: PinnedMemory | None = None) -> None:
         self._buffers = buffers
         self._own = own
-        self._held = held
-        self._addresses = held.addresses()
         self._free: dict[torch.device, int] = {}
-        self.rest: list[_Later] = []
-        """What is read where it is."""
         self.clones: list[_Later] = []
+        """What is copied to the host later."""
         self._memory: dict[int, torch.UntypedStorage] = {}  # the copy of each storage
         self.used: list[_Buffer] = []
         self.devices: list[torch.device] = []
@@ -291,26 +193,26 @@ class _Copies:
             if memory is None:
                 memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned).untyped_storage()
             buffer = _Buffer(memory, pinned)
-        if not self._is_left_for_later(buffer.memory, storage):
-            _Later(buffer.memory, storage).copy(non_blocking=pinned)
+        copied = _Later(buffer.memory, storage)
+        clone = self._cloned(storage)
+        if clone is None:
+            copied.copy(non_blocking=pinned)
+        else:
+            self.clones.append(copied._replace(source=clone))
         self.used.append(buffer)
         if pinned and storage.device not in self.devices:
             self.devices.append(storage.device)
         return buffer.memory
 
-    def _is_left_for_later(self, memory: torch.UntypedStorage, storage: torch.UntypedStorage) -> bool:
-        """Returns whether the copy into ``memory`` is made later: from a clone on the device, or from where it is."""
-        if storage.data_ptr() not in self._addresses or storage.nbytes() < SMALL:
-            return False
+    def _cloned(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
+        """Returns a clone of a large storage, if its GPU has memory for that."""
+        size = storage.nbytes()
         device = storage.device
         free = self._free.setdefault(device, free_memory(device))
-        if storage.nbytes() <= free:
-            self._free[device] = free - storage.nbytes()
-            self.clones.append(_Later(memory, storage.clone()))
-            return True
-        if self._held.reads_later:
-            self.rest.append(_Later(memory, storage))
-        return self._held.reads_later
+        if size < SMALL or size > free:
+            return None
+        self._free[device] = free - size
+        return storage.clone()
 
 
 class BackgroundWriter:
@@ -340,23 +242,15 @@ class BackgroundWriter:
         """Whether a write has failed and :meth:`wait` has not reported it yet."""
         return self._failure is not None
 
-    def start(
-        self,
-        state: StateDict,
-        write: Callable[[StateDict], None],
-        held: Held = Held(),  # noqa: B008 - immutable
-    ) -> None:
+    def start(self, state: StateDict, write: Callable[[StateDict], None]) -> None:
         """Copies ``state`` and calls ``write`` with the copy in the thread; call :meth:`wait` for the previous write first."""
-        self.write_copy(self.take(state, held), write)
+        self.write_copy(self.take(state), write)
 
-    def take(self, state: StateDict, held: Held = Held()) -> StateDict:  # noqa: B008 - immutable
-        """Returns the copy of ``state`` for :meth:`write_copy`; raises :class:`CheckpointError` if host memory is too small.
-
-        What is ``held`` may be read while :meth:`write_copy` begins.
-        """
+    def take(self, state: StateDict) -> StateDict:
+        """Returns the copy of ``state`` for :meth:`write_copy`; raises :class:`CheckpointError` if host memory is too small."""
         assert self._thread is None, "at most one write is in flight"
         try:
-            return self._copy.take(state, held)
+            return self._copy.take(state)
         except CheckpointError:
             raise
         except (RuntimeError, MemoryError) as error:
@@ -374,7 +268,7 @@ class BackgroundWriter:
         try:
             self._thread = _started(self._run, copied, write)
         except NoThreadError as error:
-            self._copy.wait()  # else writers would wait for the thread
+            self._copy.wait()  # gives the GPU its memory back
             raise CheckpointError(f"the checkpoint was not written: {error}") from error
 
     def wait(self) -> None:

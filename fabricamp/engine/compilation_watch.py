@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
-from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from fabricamp.errors import ConfigError
@@ -25,9 +23,6 @@ _RESUMED: Final = re.compile(r"torch_dynamo_resume_in_\w+_at_(?P<line>\d+)")
 class CompilationWatch:
     """A context around each call of compiled code; its exit logs what torch compiled during the call."""
 
-    _seen: Final[deque[Compilation]] = deque(maxlen=64)
-    """What torch has compiled in such calls: its last records, of which it keeps as many."""
-
     def __init__(self, state: RunState, *, speaks: bool) -> None:
         self._state = state
         self._speaks = speaks
@@ -43,23 +38,12 @@ class CompilationWatch:
         """Logs recompilations and code left eager; under fullgraph=True, torch's error at its limit gets the cure."""
         if last_compilation() is self._before:
             return
-        records = compilations_since(self._before)
-        self._seen.extend(records)
-        for record in records:
+        for record in compilations_since(self._before):
             line = self._line(record)
             if line and error is not None and is_limit_hit(error):
                 raise ConfigError(f"compile: {line}") from error
             if line and error is None:
                 self._say(line, record)
-
-    @classmethod
-    def has_seen_all(cls, since: Compilation | None) -> bool:
-        """Returns whether torch has compiled nothing after a record but in such calls."""
-        if "torch._dynamo.utils" not in sys.modules:
-            return True
-        seen = set(map(id, cls._seen))
-        # A record without a name is of the backward of one with a name.
-        return all(record.co_name is None or id(record) in seen for record in compilations_since(since))
 
     def _line(self, record: Compilation) -> str:
         """Returns the log line for a compilation; an empty string for the first compilation of a function."""

@@ -17,7 +17,6 @@ from fabricamp.engine.compilation_watch import CompilationWatch
 from fabricamp.engine.compiled_calls import CompiledCalls, called_modules, repeated_blocks
 from fabricamp.engine.compiled_code import CompiledCode
 from fabricamp.errors import ConfigError
-from fabricamp.ops.write_gate import WRITES, unwatched
 from fabricamp.torch_private import (
     compiled_by_user,
     compiler_of,
@@ -25,7 +24,6 @@ from fabricamp.torch_private import (
     dispatch_modes,
     guarded_hooks,
     is_sharded,
-    last_compilation,
 )
 
 if TYPE_CHECKING:
@@ -68,7 +66,6 @@ class Compilation:
         self._calls: CompiledCalls | None = None
         self._code: CompiledCode | None = None
         self._watch = CompilationWatch(session.trainer.state, speaks=session.trainer.is_global_zero)
-        self._before = last_compilation()
         self._changed = contextlib.ExitStack()
         self._looks_for_graphs = session.settings.cuda_graph is not None
         """Whether what the user compiled is still to be looked at: once, as a fit asks for its steps again and again."""
@@ -78,12 +75,6 @@ class Compilation:
         """Whether parts of the steps are compiled, here or by the user."""
         asked = self._options is not None or self._compiler is not None
         return asked or any(map(compiled_by_user, self._session.module.modules()))
-
-    @property
-    def runs_code_of_user(self) -> bool:
-        """Whether code runs that the user has compiled: modules, or functions that were called for the first time."""
-        modules = self._session.module.modules()
-        return not CompilationWatch.has_seen_all(since=self._before) or any(map(compiler_of, modules))
 
     # -- what is compiled ---------------------------------------------------------------------------------------------------------
 
@@ -218,9 +209,8 @@ class Compilation:
     def _watched(self, compiled: Step, name: str) -> Step:
         def run(*batch: Batch) -> Output:
             self._watch.name = name
-            call = unwatched(compiled) if WRITES.closed else compiled
             with self._watch:
-                return call(*batch)
+                return compiled(*batch)
 
         return run
 

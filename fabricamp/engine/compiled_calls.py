@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 
-from fabricamp.ops.write_gate import WRITES, unwatched
 from fabricamp.precision.boundary import hook_before_first_call, others_hook_all_modules
 from fabricamp.torch_private import compiled_by_user, current_backward, observed
 
@@ -142,9 +141,7 @@ class CompiledCall:
             return module._call_impl(*args, **kwargs)
         calls = self._calls
         hook_before_first_call(module)
-        program: Callable[..., Any] = partial(calls.program(self._key, module), module)
-        if WRITES.closed:
-            program = unwatched(program)
+        program = partial(calls.program(self._key, module), module)
         calls.within = True
         calls.watch.name = type(module).__name__
         try:

@@ -15,7 +15,6 @@ from fabricamp.engine.update import Update
 from fabricamp.errors import ConfigError
 from fabricamp.gradients.flat import IN_PLACE
 from fabricamp.ops.shards import local_gradient
-from fabricamp.ops.write_gate import WRITES
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.optimizers.closures import demands_closure, takes_closure
 from fabricamp.precision.base import Clip
@@ -96,8 +95,6 @@ class ManualUpdate(Update):
 
     def step(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         """Implements ``step`` of an optimizer from ``TrainingModule.optimizers()``."""
-        if WRITES.closed:
-            WRITES.open()
         if closure is not None and demands_closure(optimizer):
             # Such an optimizer calls the closure itself, any number of times, and uses the gradients as the closure leaves them.
             self.stepped = True

@@ -29,7 +29,6 @@ from fabricamp.habits import habits
 from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
 from fabricamp.ops.tensors import HALF_DTYPES
-from fabricamp.ops.write_gate import WRITES
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.optimizers.closures import takes_closure
 from fabricamp.precision.base import Precision
@@ -236,8 +235,6 @@ class Update:
             self._note_empty_step()
         else:
             self.check_optimizer()
-            if WRITES.closed:
-                WRITES.open()
             self._look_for_unseen_edits()
             self.loss = None
             if self._closure is None:
@@ -362,8 +359,6 @@ class Update:
 
     def launch_update(self, loss: Tensor | None, batch_idx: int = 0) -> None:
         """Launches an update's work on the device: exchange, step, end of the accumulation step."""
-        if WRITES.closed:
-            WRITES.open()
         step = self.optimizer_step
         if step is None:
             if self.overflow_policy is not None:
@@ -379,8 +374,6 @@ class Update:
 
     def prepare_update(self, loss: Tensor) -> list[tuple[Tensor, Tensor | None]]:
         """Launches an update up to the optimizer's own step; returns each updated parameter with the ``.grad`` for it."""
-        if WRITES.closed:
-            WRITES.open()
         return cast("OptimizerStep", self.optimizer_step).prepare(loss)
 
     def finish_update(self, loss: Tensor | None) -> None:

@@ -24,7 +24,6 @@ from fabricamp.errors import ConfigError
 from fabricamp.ops.remainders import DTYPE as REMAINDER
 from fabricamp.ops.remainders import is_remainder, joined, part_into
 from fabricamp.ops.uploads import is_capturing
-from fabricamp.ops.write_gate import WRITES
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.precision.unseen_edits import UnseenEdits
 
@@ -471,8 +470,6 @@ def with_changed(half: Tensor, full: Tensor) -> Tensor:
 @torch.no_grad()
 def take_changed(half: Tensor, full: Tensor) -> None:
     """Writes the elements of ``half`` that differ from the rounded ``full`` into ``full``; the others keep their bits."""
-    if WRITES.closed:
-        WRITES.open()
     full.copy_(with_changed(half, full))
 
 

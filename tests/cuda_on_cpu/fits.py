@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fabricamp import cuda_graph
-from fabricamp.engine.graph import cache, captured, graphs, memory_budget, refusals, write_node
+from fabricamp.engine.graph import cache, captured, graphs, memory_budget, refusals
 from fabricamp.engine.graph.host_effects import Generators, LogWatch
 from fabricamp.metrics import Metrics
 from fabricamp.ops import bridge, table, uploads
@@ -107,24 +107,6 @@ class Event:
         return 0.0
 
 
-class ExternalEvent:
-    """In place of the event for which a graph waits where it first writes what a save reads."""
-
-    def __init__(self):
-        self._wait = None
-
-    def capture_wait(self):
-        Graph.now.nodes.append(self._run)
-
-    def record_after(self, wait):
-        self._wait = wait
-
-    def _run(self):
-        wait, self._wait = self._wait, None
-        if wait is not None:
-            wait()
-
-
 class Stream(SimpleNamespace):
     """In place of torch's."""
 
@@ -178,7 +160,6 @@ def install(monkeypatch):
     monkeypatch.setattr(graphs, "SideStream", SideStream)
     monkeypatch.setattr(cache, "GraphPool", lambda stream: Pool(card, stream))
     monkeypatch.setattr(memory_budget, "free_memory", lambda device: card.free)
-    monkeypatch.setattr(write_node, "ExternalEvent", ExternalEvent)
     monkeypatch.setattr(captured, "end_failed_capture", lambda device, pool: None)
     monkeypatch.setattr(Generators, "registered_with", lambda self, graph: contextlib.nullcontext())
     # Tensors on the CPU are those of the device.

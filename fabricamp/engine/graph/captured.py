@@ -40,12 +40,10 @@ from fabricamp.engine.graph.batches import copied, refuse_placeholders, tensors_
 from fabricamp.engine.graph.capture_errors import explained_errors
 from fabricamp.engine.graph.host_effects import CapturedConstantsGuard, Generators, is_plain
 from fabricamp.engine.graph.refusals import is_fused
-from fabricamp.engine.graph.write_node import WriteNode
 from fabricamp.errors import ConfigError
 from fabricamp.metrics.replay import LogReplay, MetricStates, managed_attributes
 from fabricamp.ops.copies import Copies
 from fabricamp.ops.shards import MemoryOf, local
-from fabricamp.ops.write_gate import WRITES
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.torch_private import end_failed_capture
 
@@ -94,7 +92,6 @@ class Captured:
         """The tensors in attributes of the modules, by name, that the call writes to in place; set by the capture."""
         self._versions = list(_versions_of(module))
         self._graph = torch.cuda.CUDAGraph()
-        self._write_node = WriteNode()
         self.generators = Generators(module)
         self.metric_states = MetricStates(module)
         self.constants = CapturedConstantsGuard(module, getattr(module, "hparams", {}), hooks)
@@ -112,7 +109,6 @@ class Captured:
                 without_collection(),
                 self.generators.registered_with(self._graph),
                 _ended_on_failure(stream.device, pool),
-                self._write_node.captured(),
                 recording,
             ):
                 self.take(run())
@@ -148,8 +144,6 @@ class Captured:
     def launch(self, batch: Batch) -> None:
         """Copies the batch into the graph's inputs and replays the graph."""
         self._copy_inputs(tensors_of(batch))
-        if WRITES.closed:
-            self._write_node.let_write()
         self._graph.replay()
         self.replays += 1
         if self._in_flight is not None:

@@ -19,7 +19,6 @@ from fabricamp.engine.graph.update_slices import UpdateSlices
 from fabricamp.errors import ConfigError, NotCapturableError
 from fabricamp.ops.digests import digests
 from fabricamp.ops.layouts import bytes_of
-from fabricamp.ops.write_gate import WRITES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -92,8 +91,6 @@ class ReplayCheck:
         ``run_eagerly`` launches what the graph holds.  Returns None, or an error that names the first difference; the state is as
         before the replay then.
         """
-        if WRITES.closed:
-            WRITES.open()  # the state is put back between the steps
         everywhere = self._consensus.all
         state: ComparedState | None = None
         refusal: NotCapturableError | None = None
