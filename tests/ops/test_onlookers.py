@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fabricamp.errors import ConfigError
-from fabricamp.ops import dispatch, fused_cross_entropy, layer_norm, rms_norm
+from fabricamp.ops import dispatch, fused_cross_entropy, fused_linear_cross_entropy, layer_norm, rms_norm
 from fabricamp.ops.norm import kernels as norm_kernels
 from tests.cuda_on_cpu.compiler import ON_GPU
 
 RULE = {"label_smoothing": 0.1, "ignore_index": 3}
-NAMES = ["layer_norm", "rms_norm", "cross_entropy"]
+NAMES = ["layer_norm", "rms_norm", "cross_entropy", "linear_cross_entropy", "its mean"]
 
 pytestmark = pytest.mark.parametrize("kernel_device", ["forward", ON_GPU], indirect=True)
 
@@ -38,6 +38,7 @@ class Pair:
         self.x, weight, bias = (
             torch.randn(*shape, generator=generator).to(device) for shape in [(4, 24), (24,), (24,)]
         )
+        head = torch.randn(30, 24, generator=generator).to(device)
         self.target = torch.tensor([3, 0, 23, 7], device=device)
         self.ours, self.torchs = {
             "layer_norm": (lambda x: layer_norm(x, 24, weight, bias), lambda x: F.layer_norm(x, (24,), weight, bias)),
@@ -48,6 +49,14 @@ class Pair:
             "cross_entropy": (
                 lambda x: fused_cross_entropy(x, self.target, reduction="none", **RULE),
                 lambda x: F.cross_entropy(x, self.target, reduction="none", **RULE),
+            ),
+            "linear_cross_entropy": (
+                lambda x: fused_linear_cross_entropy(x, head, self.target, reduction="none", **RULE),
+                lambda x: F.cross_entropy(F.linear(x, head), self.target, reduction="none", **RULE),
+            ),
+            "its mean": (
+                lambda x: fused_linear_cross_entropy(x, head, self.target, **RULE),
+                lambda x: F.cross_entropy(F.linear(x, head), self.target, **RULE),
             ),
         }[name]
 
