@@ -104,6 +104,11 @@ CASES: dict[str, Case] = {
         compact=(
             # Reads g twice, and p, r, m, v; writes p, r, m, v.
             ("O5 ours, remainder", lambda p: FusedAdam(p, lr=1e-4, weight_decay=0.01, masters="remainder"), 28),
+            (
+                "O5 ours, remainder and bf16",
+                lambda p: FusedAdam(p, lr=1e-4, weight_decay=0.01, masters="remainder", state="bf16"),
+                20,
+            ),
         ),
     ),
     "lamb": Case(

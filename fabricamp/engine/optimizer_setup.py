@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fabricamp.arguments.checks import check_choice, check_names, check_number
+from fabricamp.checkpoint.compiled_names import plain_name
 from fabricamp.errors import ConfigError, OptimizationError
+from fabricamp.optimizers import LARC, FusedOptimizer
 from fabricamp.optimizers.closures import demands_closure
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.torch_updates import refuse_values_of_complex
+from fabricamp.rng import global_seed
 
 if TYPE_CHECKING:
     from fabricamp._utils.types import Closure, OptimizerFace
@@ -141,6 +145,19 @@ def check_optimizers(optimizers: list[Optimizer], module: nn.Module) -> None:
                 f"{type(module).__name__} (the first has shape {foreign[0]}); build it from self.parameters() in "
                 "configure_optimizers, after the layers have their final form"
             )
+
+
+def name_parameters(optimizers: Iterable[OptimizerFace], module: nn.Module) -> None:
+    """Tells fused optimizers the names of the module's parameters and the run's seed, from which their states' rounding follows."""
+    for optimizer in optimizers:
+        inner: Any = optimizer.optim if isinstance(optimizer, LARC) else optimizer
+        if not isinstance(inner, FusedOptimizer) or inner.state_format == "fp32":
+            continue
+        inner.seed = global_seed()
+        inner.names = WeakTensorKeyDictionary()
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            plain = plain_name(name)
+            inner.names[parameter] = min(plain, inner.names.get(parameter, plain))
 
 
 @contextlib.contextmanager

@@ -44,6 +44,7 @@ from fabricamp.engine.optimizer_setup import (
     SchedulerConfig,
     check_optimization,
     check_optimizers,
+    name_parameters,
     parse_optimizers,
     sharing_weights,
 )
@@ -72,7 +73,7 @@ from fabricamp.nn.conversion import convert_syncbn_model, revert_syncbn_model
 from fabricamp.ops.peer_memory import check_peers
 from fabricamp.optimizers import muon
 from fabricamp.optimizers.closures import demands_closure
-from fabricamp.optimizers.refusals import refuse_masters, refuse_momentum_in_gradients
+from fabricamp.optimizers.refusals import refuse_masters, refuse_momentum_in_gradients, refuse_strided_states
 from fabricamp.precision.base import NOT_CONVERTED
 from fabricamp.rng import isolate_rng
 from fabricamp.state import RunningStage, TrainerFn
@@ -287,12 +288,14 @@ class Session(RunParts):
         # The scaler of a second fit counts skipped steps from 0, so the sum of the fits before is kept beside it.
         skipped = self.trainer.skipped_steps
         state.skipped_before = 0
+        name_parameters(self.optimizers, module)
         self.precision.setup_optimizers(module, self.optimizers, self.strategy, accumulates=self.settings.accumulates)
         state.skipped_before = skipped - self.trainer.skipped_steps
         for optimizer in self.optimizers:  # with their masters
             muon.check_shapes(optimizer)
             muon.check_momentum(optimizer)
             refuse_momentum_in_gradients(optimizer, automatic=module.automatic_optimization)
+            refuse_strided_states(optimizer)
             shards = self.strategy.sharding.owns_master_weights
             refuse_masters(optimizer, module, self.precision.name, self.strategy.name if shards else "")
         self.run_context.optimizers = [ManagedOptimizer(optimizer, module) for optimizer in self.optimizers]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from fabricamp.ops import draws
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.reference import prepared, rounded, unless_skipped, widened
 from fabricamp.ops.remainders import wide_values, write_values
@@ -37,6 +38,8 @@ class Rows(NamedTuple):
     """Tensors into which the rounded parameters are written; or remainders (int16) of bf16 parameters, which are read too."""
     shared: SharedRows | None = None
     """The ranks that hold the other shards of these rows, for rules that need norms of rows."""
+    sources: Sequence[draws.Source] | None = None
+    """Where the bits come from by which bf16 states are rounded; None: they are rounded to nearest."""
 
 
 class Steering(NamedTuple):
@@ -100,6 +103,17 @@ class Rule:
         """Returns the scaled and clamped gradients for :meth:`step`, in the dtypes of ``parameters``."""
         return prepared(rows.gradients, parameters, steering.state, steering.limit)
 
+    def _write_states(self, number: int, wide: Tensors, narrow: Tensors, rows: Rows) -> None:
+        """Writes the states ``number`` of all rows, after :meth:`step`, which has counted it in the first cells."""
+        if rows.sources is None or wide is narrow:
+            rounded(wide, narrow)
+            return
+        for row, (value, state) in enumerate(zip(wide, narrow, strict=True)):
+            if state.dtype is torch.bfloat16:
+                draws.round_into(value, state, rows.sources[row], rows.cells[0][row], number, rows.parameters[row])
+            elif state is not value:
+                state.copy_(value)
+
     def reference(self, rows: Rows, steering: Steering) -> None:
         """Updates the rows of one group as a launch does, in torch's operations; call it with gradients disabled."""
         if not rows.parameters:
@@ -111,8 +125,8 @@ class Rule:
             parameters = wide_values(rows.parameters, rows.copies)
             wide_states = [widened(column) for column in states]
             self.step(self.gradients(rows, parameters, steering), parameters, wide_states, rows.cells)
-            for wide, narrow in zip(wide_states, states, strict=True):
-                rounded(wide, narrow)
+            for number, (wide, narrow) in enumerate(zip(wide_states, states, strict=True)):
+                self._write_states(number, wide, narrow, rows)
             write_values(parameters, rows.parameters, rows.copies)
 
         if steering.state is None or not steering.skips:
@@ -142,11 +156,16 @@ def update(
         rule.reference(rows, steering)
         return
     columns = rows.gradients, rows.parameters, *rows.states, rows.copies or [None] * len(rows.parameters)
-    table = Table(columns, cells=rows.cells, device=device)
+    table = Table(columns, cells=rows.cells, numbers=numbers_of(rows.sources), device=device)
     table.set_scalars([rule.scalars()])
     if norm is None:
         steering = steering._replace(norm=rule.measure(table, steering))
     rule.launch(table, steering)
+
+
+def numbers_of(sources: Sequence[draws.Source] | None) -> list[list[int]]:
+    """Returns the numbers of a table's rows, as the kernels' ``Draws`` read them."""
+    return [] if sources is None else [[source.key for source in sources], [source.first for source in sources]]
 
 
 def function_of(kind: type[Rule]) -> Callable[..., None]:
@@ -158,10 +177,11 @@ def function_of(kind: type[Rule]) -> Callable[..., None]:
         copies: Sequence[Tensor | None] | None = None,
         state: StepState | None = None,
         limit: float | None = None,
+        sources: Sequence[draws.Source] | None = None,
     ) -> None:
         gradients, parameters, *columns, rule = arguments
         count = len(kind.states)
-        rows = Rows(gradients, parameters, columns[:count], columns[count:], copies)
+        rows = Rows(gradients, parameters, columns[:count], columns[count:], copies, sources=sources)
         update(rule, rows, state, limit=limit)
 
     function.__name__ = function.__qualname__ = kind.kernel

@@ -41,6 +41,22 @@ def local(tensor: Any) -> Any:
     return tensor._local_tensor if is_shard(tensor) else tensor
 
 
+def first_element(tensor: Any) -> int:
+    """Returns the number, in the whole tensor, of the first element of this rank's shard; -1 if the shard is no such range."""
+    if not is_shard(tensor):
+        return 0
+    first = 0
+    for dimension, placement in enumerate(tensor.placements):
+        if placement.is_replicate() or tensor.device_mesh.size(dimension) == 1:
+            continue
+        if first or type(placement).__name__ != "Shard" or placement.dim != 0:
+            return -1
+        rows: int = tensor.shape[0]
+        each = -(-rows // tensor.device_mesh.size(dimension))
+        first = min(each * tensor.device_mesh.get_local_rank(dimension), rows) * (tensor.numel() // max(rows, 1))
+    return first
+
+
 class MemoryOf:
     """Where tensors are now; of sharded ones, where this rank's shards are."""
 

@@ -21,6 +21,8 @@ all rows of the table: word ``lines[line * rows + row]``.  With C columns and K 
     3 + C         address of cell 0 (one value, such as the step count); 0: the row does not have this cell
     ...
     2 + C + K     address of cell K - 1; if ``flags`` is this cell: an fp32, 0.0: kernels skip the row
+    3 + C + K     number 0 of the row itself, such as the key of its draws; only in tables with numbers
+    ...
 
 A fused optimizer's columns are gradient, parameter, the rule's states, half copy; its cells are the rule's cells, then the flag.
 Between steps only lines 2 and 3 are uploaded again; the addresses of a captured step are uploaded to a matrix of their own.
@@ -68,8 +70,9 @@ class Table:
     """Rows of tensors on one device, ready for any kernel that takes their columns.
 
     ``columns`` are lists of equal length; an entry is None if the row does not have the column.  Kernels skip a row if its column
-    0 is None.  ``cells`` are columns of single values (step counts).  ``flags`` is the index of an fp32 cell: kernels skip the
-    rows in which this cell is 0.  ``groups`` gives the group number of each row: the row reads the ``scalars`` of this group.
+    0 is None.  ``cells`` are columns of single values (step counts), ``numbers`` columns of numbers that stay (int64).  ``flags``
+    is the index of an fp32 cell: kernels skip the rows in which this cell is 0.  ``groups`` gives the group number of each row: the
+    row reads the ``scalars`` of this group.
     ``shared``: describes the rows that are shards of tensors on several ranks.
     Column 0 is only read, unless a launch says otherwise (``first_written``); the other columns may be written.
     """
@@ -80,6 +83,7 @@ class Table:
         *,
         device: torch.device,
         cells: Sequence[Sequence[Tensor | None]] = (),
+        numbers: Sequence[Sequence[int]] = (),
         flags: int = -1,
         groups: Sequence[int] | None = None,
         chunk_size: int | None = None,
@@ -106,7 +110,11 @@ class Table:
 
         count = len(self._columns[0])
         self._groups = np.zeros(count, np.int64) if groups is None else np.asarray(groups, np.int64)
-        self._lines = np.zeros((_COLUMNS + len(self._columns) + len(cells), count), np.int64)
+        first_number = _COLUMNS + len(self._columns) + len(cells)
+        self._first_number = first_number if numbers else 0
+        self._lines = np.zeros((first_number + len(numbers), count), np.int64)
+        for index, of_rows in enumerate(numbers):
+            self._lines[first_number + index] = of_rows
         self._lay_out_chunks()
         for index in range(1, len(self._columns)):
             self._set_addresses(index)
@@ -408,6 +416,7 @@ class Table:
             columns=len(self._columns),
             scalars_per_group=len(self._scalars[0]) if self._scalars else 0,
             flag_cell=self._flag_cell,
+            first_number=self._first_number,
         )
 
     # -- for ops that reduce ---------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from fabricamp.arguments.checks import check_choice
 from fabricamp.ops import AdamRule, Rule
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.refusals import UnsupportedError, check_masters
@@ -25,6 +26,9 @@ class FusedAdam(FusedOptimizer):
     ``masters="remainder"``: precision "O5" keeps, in place of fp32 masters, the 16 bits that each bf16 weight lacks.  That is two
     bytes a parameter less, for the same values.  Refused before the first batch where weights are not bf16 copies of masters.
 
+    ``state="bf16"``: both averages are bf16, four bytes a parameter less.  They are rounded stochastically, so that each has the
+    expectation of its exact value, by bits that are a function of the run's seed, the parameter's name, its step and the element.
+
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = FusedAdam([weight], lr=0.1)
     >>> weight.sum().backward(); optimizer.step()
@@ -33,7 +37,7 @@ class FusedAdam(FusedOptimizer):
     """
 
     rule: ClassVar[type[Rule]] = AdamRule
-    options: ClassVar[tuple[str, ...]] = (*FusedOptimizer.options, "adam_w_mode", "masters")
+    options: ClassVar[tuple[str, ...]] = (*FusedOptimizer.options, "adam_w_mode", "masters", "state_format", "seed")
 
     def __init__(
         self,
@@ -51,7 +55,9 @@ class FusedAdam(FusedOptimizer):
         *,
         maximize: bool = False,
         masters: Literal["fp32", "remainder"] = "fp32",
+        state: Literal["fp32", "bf16"] = "fp32",
     ) -> None:
+        check_choice("FusedAdam got state", state, ("fp32", "bf16"))
         check_masters(type(self).__name__, masters, own=master_weights)
         if amsgrad:
             raise UnsupportedError("FusedAdam has no amsgrad; use torch.optim.AdamW(amsgrad=True, fused=True)")
@@ -69,6 +75,7 @@ class FusedAdam(FusedOptimizer):
         self.set_grad_none = set_grad_none
         self.master_weights = master_weights
         self.masters = masters
+        self.state_format = state
         super().__init__(params, defaults)
 
     def _rule(self, group: ParamGroup) -> AdamRule:

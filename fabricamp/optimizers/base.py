@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -22,13 +22,14 @@ from torch.optim.optimizer import required
 from fabricamp import ops
 from fabricamp._utils.keywords import NamesKeywords
 from fabricamp.errors import ConfigError
-from fabricamp.ops.shards import SharedRows, any_shard, local, local_gradient
+from fabricamp.ops.draws import Source, key_of
+from fabricamp.ops.shards import SharedRows, any_shard, first_element, local, local_gradient
 from fabricamp.ops.table import Table
 from fabricamp.ops.uploads import is_capturing
 from fabricamp.optimizers import refusals
 from fabricamp.optimizers.refusals import UnsupportedError, owned_parameters
 from fabricamp.optimizers.rows import LAST, DeviceParams, GroupScalars, RowsCacheKey, zero_gradients
-from fabricamp.optimizers.state_dicts import as_cell, load_into, load_state
+from fabricamp.optimizers.state_dicts import as_cell, load_into, load_state, tell_other_format
 from fabricamp.torch_private import global_optimizer_post_hooks, global_optimizer_pre_hooks, profiler_enabled
 
 if TYPE_CHECKING:
@@ -75,6 +76,11 @@ class FusedOptimizer(NamesKeywords, Optimizer):
     """How a Precision keeps masters of half weights: "fp32", or "remainder" (see :class:`FusedAdam`)."""
     remainders: Mapping[Tensor, Tensor] = MappingProxyType({})
     """For each bf16 parameter the bits that it lacks (int16), which a step updates too: set by a Precision."""
+    state_format = "fp32"
+    """How states with the parameter's shape are kept: "fp32", or "bf16" with stochastic rounding (see :class:`FusedAdam`)."""
+    names: MutableMapping[Tensor, str] | None = None
+    """The parameters' names in the module, which with ``seed`` choose the bits of stochastic rounding; None: their numbers here."""
+    seed = 0
     _parts: list[DeviceParams] | None = None  # the rows, one part per device; None: the next step builds them
     _rows_key: RowsCacheKey | None = None
     _copies: Sequence[Tensor | None] | None = None
@@ -259,9 +265,22 @@ class FusedOptimizer(NamesKeywords, Optimizer):
                 copies=rounded,
                 flags=None if flags is None else [flags[index] for index in indices],
                 shared=SharedRows.of([parameters[index] for index in indices]),
+                sources=self._sources_of(parameters, indices),
             )
             parts.append(part)
         return parts
+
+    def _sources_of(self, parameters: Sequence[Tensor], indices: Sequence[int]) -> list[Source] | None:
+        """Returns where the bits come from that round the states of these parameters; None for states that need none."""
+        if self.state_format == "fp32":
+            return None
+        given = [name for group in self.param_groups for name in group.get("param_names", ())]
+        own = given if len(given) == len(parameters) else list(map(str, range(len(parameters))))
+        names = self.names or {}
+        return [
+            Source(key_of(names.get(parameters[index], own[index]), self.seed), first_element(parameters[index]))
+            for index in indices
+        ]
 
     def _fill_state(self, parameter: Tensor) -> None:
         """Creates the missing state tensors of a parameter."""
@@ -271,9 +290,12 @@ class FusedOptimizer(NamesKeywords, Optimizer):
             )
         state = self.state[parameter]
         wide = torch.promote_types(parameter.dtype, torch.float32)
+        kept = torch.bfloat16 if self.state_format == "bf16" and wide is torch.float32 else wide
         for name in self.rule.states:
             if name not in state:
-                state[name] = torch.zeros_like(parameter, dtype=wide, memory_format=torch.preserve_format)
+                state[name] = torch.zeros_like(parameter, dtype=kept, memory_format=torch.preserve_format)
+            elif kept is torch.bfloat16 and isinstance(state[name], Tensor) and state[name].dtype is torch.float32:
+                state[name] = state[name].to(kept)
         for name in self.rule.cells:
             dtype = wide if name in self.rule.wide_cells else torch.float32
             state[name] = as_cell(state.get(name, 0.0), dtype, parameter.device)
@@ -441,6 +463,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         rule = self.rule
         narrow_cells = [name for name in rule.cells if name not in rule.wide_cells]
         load_state(self, super().load_state_dict, state_dict, rule.states, rule.cells, narrow_cells)
+        tell_other_format(self, state_dict, rule.states)
         if captured is not None:
             load_into(captured, self.state)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fabricamp.arguments.checks import check_choice
 from fabricamp.errors import ConfigError, NotCapturableError
-from fabricamp.ops.shards import is_shard, local
+from fabricamp.ops.shards import first_element, is_shard, local
 from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.ops.uploads import is_capturing
 from fabricamp.torch_private import is_traceable_wrapper_subclass
@@ -125,6 +125,21 @@ def refuse_masters(optimizer: OptimizerFace, module: nn.Module, precision: str, 
             f"{type(one).__name__}(masters='remainder') keeps the 16 bits that bf16 copies of fp32 masters lack; {reason}: give "
             "masters='fp32', or precision='O5' without sharding (fabricamp help memory: the bytes of each)"
         )
+
+
+def refuse_strided_states(optimizer: OptimizerFace) -> None:
+    """Raises :class:`ConfigError` for ``state="bf16"`` of shards that are no range of elements of their parameter."""
+    candidates: list[Any] = [optimizer, *getattr(optimizer, "__dict__", {}).values()]
+    for one in candidates:
+        if not hasattr(type(one), "state_format") or one.state_format == "fp32":
+            continue
+        for index, parameter in enumerate(owned_parameters(one)):
+            if first_element(parameter) < 0:
+                raise ConfigError(
+                    f"{type(one).__name__}(state={one.state_format!r}) numbers the elements of whole parameters, and "
+                    f"{name_of(one, index)} is sharded as {getattr(parameter, 'placements', ())}: give state='fp32', or shard "
+                    "along the first dimension alone, as strategy='fsdp' does"
+                )
 
 
 def refuse_masters_of_scripts(optimizer: OptimizerFace, owner: str) -> None:

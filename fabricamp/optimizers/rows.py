@@ -13,8 +13,10 @@ from torch import Tensor
 from fabricamp import ops
 from fabricamp.ops import Rows, Rule
 from fabricamp.ops.bridge import runs_kernels
+from fabricamp.ops.draws import Source
 from fabricamp.ops.layouts import addresses
 from fabricamp.ops.remainders import is_remainder
+from fabricamp.ops.rules import numbers_of
 from fabricamp.ops.shards import SharedRows, local
 from fabricamp.ops.statistics import sum_squares
 from fabricamp.ops.table import Table
@@ -50,6 +52,7 @@ class DeviceParams:
         copies: list[Tensor | None],
         flags: list[Tensor | None] | None,
         shared: SharedRows | None = None,
+        sources: list[Source] | None = None,
     ) -> None:
         self.device = device
         self._shared = shared
@@ -63,6 +66,7 @@ class DeviceParams:
         self._copies = copies
         self._copied = any(copy is not None for copy in copies)  # half copies, or remainders
         self._flags = flags
+        self._sources = sources
         self._gradients: Column = ()
         # Forward reads a master's half copy, and no backward goes through the master: autograd has to know about the copy.
         self._written = [
@@ -80,6 +84,7 @@ class DeviceParams:
                 [[None] * len(indices), parameters, *states, copies],
                 device=device,
                 cells=cells if flags is None else [*cells, flags],
+                numbers=numbers_of(sources),
                 flags=-1 if flags is None else len(cells),
                 groups=groups,
                 shared=shared,
@@ -159,7 +164,7 @@ class DeviceParams:
                 gradients.append(gradient)
         if len(chosen) == len(self.indices):  # all of them, as in most steps of most optimizers
             copies = self._copies if self._copied else None
-            return Rows(gradients, self._parameters, self._states, self._cells, copies, self._shared)
+            return Rows(gradients, self._parameters, self._states, self._cells, copies, self._shared, self._sources)
         return Rows(
             gradients,
             [self._parameters[row] for row in chosen],
@@ -167,6 +172,7 @@ class DeviceParams:
             [[cell[row] for row in chosen] for cell in self._cells],
             [self._copies[row] for row in chosen],
             None if self._shared is None else self._shared.chosen(chosen),
+            None if self._sources is None else [self._sources[row] for row in chosen],
         )
 
     def mark_written(self, table: Table) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -9,12 +10,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fabricamp._utils.first_rank import started_rank
 from fabricamp.errors import CheckpointError
 from fabricamp.optimizers.refusals import owned_parameters
 
 if TYPE_CHECKING:
     from fabricamp._utils.types import StateDict
+    from fabricamp.optimizers.base import FusedOptimizer
 
+_LOG: Final = logging.getLogger("fabricamp")
 _TORCHS_OWN: Final = {"foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay"}
 """Group options of torch's optimizers only.  ``fused=None`` would even tell a Precision that a step cannot skip by itself."""
 
@@ -57,6 +61,19 @@ def load_state(
         for key, value in before.items():
             group.setdefault(key, value)
     _restore_full_precision(optimizer, normalised[0], narrow_cells)
+
+
+def tell_other_format(optimizer: FusedOptimizer, state_dict: StateDict, states: Sequence[str]) -> None:
+    """Logs a line if the loaded states are kept in another format here."""
+    if started_rank() != 0:
+        return
+    entries = state_dict["state"].values()
+    found = {entry[name].dtype for entry in entries for name in states if isinstance(entry.get(name), Tensor)}
+    name = type(optimizer).__name__
+    if optimizer.state_format == "bf16" and torch.float32 in found:
+        _LOG.info("%s(state='bf16') rounds the fp32 states of the checkpoint to bf16, to nearest", name)
+    elif optimizer.state_format == "fp32" and torch.bfloat16 in found:
+        _LOG.info("%s goes on in fp32 from bf16 states of the checkpoint, with the same values", name)
 
 
 @torch.no_grad()

@@ -444,6 +444,8 @@ def adopt(masters: MasterWeights, optimizer: Optimizer) -> None:
             else:
                 # In place: schedulers hold the dicts, and LBFGS holds the list.
                 master = parameters[index] = masters.master_of(parameter)
+                if isinstance(optimizer, FusedOptimizer) and optimizer.names is not None:
+                    optimizer.names.setdefault(master, optimizer.names.get(parameter, ""))
                 if parameter in optimizer.state:
                     optimizer.state[master] = _widened(optimizer.state.pop(parameter), parameter)
     if remainders and isinstance(optimizer, FusedOptimizer):

@@ -13,10 +13,11 @@ from tests.kernels.nvrtc import architectures, compile_for
 F, H, B, D, R = torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int16
 HALF_UPDATES = [(H, F, F, F, H), (B, F, F, F, B), (F, F, F, F, None), (D, D, D, D, None), (H, H, F, F, None)]
 WITH_REMAINDERS = [(B, B, F, F, R), (F, B, F, F, R)]
+IN_BF16 = [(B, B, B, B, R), (B, F, B, B, B), (F, F, B, B, None)]
 ONE_STATE = [(H, F, F, H), (B, F, F, B), (F, F, F, None), (D, D, D, None), (H, H, F, None)]
 KINDS = {
     "adagrad": ONE_STATE,
-    "adam": [*HALF_UPDATES, *WITH_REMAINDERS],
+    "adam": [*HALF_UPDATES, *WITH_REMAINDERS, *IN_BF16],
     "copies": [],
     "cross_entropy": [],
     "differences": [(F, H), (F, B), (D, H)],

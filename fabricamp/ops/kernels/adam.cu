@@ -15,6 +15,7 @@ template <typename G, typename P, typename M1, typename M2, typename C> struct A
   M1* averages;
   M2* squares;
   C* copies;
+  Draws draws;
   Gradient<M> gradient;
   M step_size, keep, beta1, new1, beta2, new2, eps, decay, correction2;
 
@@ -33,8 +34,16 @@ template <typename G, typename P, typename M1, typename M2, typename C> struct A
       p[j] = multiply_add(-step_size, average[j] / root, keep * p[j]);
     }
     store_parameters<N>(parameters + i, copies + i, p);
-    store<N>(averages + i, average);
-    store<N>(squares + i, square);
+    unsigned first[N], second[N];
+    if constexpr (IsDrawn<M1>::value || IsDrawn<M2>::value) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        second[j] = draws.of(i + j);
+        first[j] = second[j] >> 16;
+      }
+    }
+    store_state<N>(averages + i, average, first, draws.active);
+    store_state<N>(squares + i, square, second, draws.active);
   }
 };
 
@@ -51,6 +60,7 @@ __device__ __forceinline__ void update(const Table& table, const Chunk& chunk, c
   body.averages = column<M1>(table, chunk, 2);
   body.squares = column<M2>(table, chunk, 3);
   body.copies = column<C>(table, chunk, 4);
+  body.draws = draws_of(table, chunk, (float)step);
   body.gradient = gradient_of<M>(state, limit);
   if (s[MAXIMIZE] != 0) body.gradient.multiplier = -body.gradient.multiplier;
   // 1 - beta^step without cancellation; a logarithm of 0 stands for no bias correction (log_beta = -inf gives 1).

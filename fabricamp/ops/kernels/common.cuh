@@ -29,6 +29,7 @@ struct Table {
   int columns;
   int scalars_per_group;
   int flag_cell;  // index of the cell that is 0 in rows to skip, or -1
+  int first_number;  // the line of a row's first number, or 0: rows have none
 };
 
 struct Chunk {
@@ -77,6 +78,35 @@ __device__ __forceinline__ bool locate(const Table& table, Chunk& chunk) {
   int64 left = line_word(table, SIZE, row) - chunk.offset;
   chunk.count = (int)(left < table.chunk_size ? left : table.chunk_size);
   return takes_part;
+}
+
+// Random bits of a row's elements (ops/draws.py): its numbers are the key, and the number of its first element in the parameter.
+struct Draws {
+  unsigned low;
+  unsigned high;
+  int64 first;
+  bool active;
+
+  __device__ __forceinline__ unsigned of(int64 i) const {
+    unsigned long long element = (unsigned long long)(first + i);
+    unsigned word = ((unsigned)element ^ low) + (unsigned)(element >> 32) * 0x85ebca6bu;
+    word = (word ^ (word >> 16)) * 0x7feb352du;
+    word = (word ^ (word >> 15)) * 0x846ca68bu;
+    word = (word ^ (word >> 16) ^ high) * 0x297a2d39u;
+    return word ^ (word >> 15);
+  }
+};
+
+// The draws of a step; `step` counts it.
+__device__ __forceinline__ Draws draws_of(const Table& table, const Chunk& chunk, float step) {
+  if (table.first_number == 0) return Draws{0, 0, 0, false};
+  unsigned long long word = (unsigned long long)line_word(table, table.first_number, chunk.row);
+  word += (unsigned long long)step * 0x9e3779b97f4a7c15ull;
+  word = (word ^ (word >> 30)) * 0xbf58476d1ce4e5b9ull;
+  word = (word ^ (word >> 27)) * 0x94d049bb133111ebull;
+  word ^= word >> 31;
+  int64 first = line_word(table, table.first_number + 1, chunk.row) + chunk.offset;
+  return Draws{(unsigned)word, (unsigned)(word >> 32), first, true};
 }
 
 // Called by every thread of every block at its end: true in one thread of the row's last block to arrive.
@@ -129,6 +159,31 @@ template <int N, typename T, typename M> __device__ __forceinline__ void store(T
 }
 
 template <int N, typename M> __device__ __forceinline__ void store(None*, const M (&)[N]) {}
+
+// Whether a state is rounded stochastically.
+template <typename T> struct IsDrawn { static const bool value = false; };
+template <> struct IsDrawn<__nv_bfloat16> { static const bool value = true; };
+
+// Stores a state; a bf16 one is rounded up in magnitude where the lower 16 of `bits`, added to the value's, carry.
+template <int N, typename T, typename M>
+__device__ __forceinline__ void store_state(T* to, const M (&from)[N], const unsigned (&)[N], bool) {
+  store<N>(to, from);
+}
+
+template <int N>
+__device__ __forceinline__ void store_state(__nv_bfloat16* to, const float (&from)[N], const unsigned (&bits)[N], bool drawn) {
+  if (!drawn) {
+    store<N>(to, from);
+    return;
+  }
+  Pack<__nv_bfloat16, N> pack;
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    unsigned word = from[j] == from[j] ? __float_as_uint(from[j]) + (bits[j] & 0xffffu) : 0x7fc00000u;
+    pack.value[j] = __ushort_as_bfloat16((unsigned short)(word >> 16));
+  }
+  *(Pack<__nv_bfloat16, N>*)to = pack;
+}
 
 // The 16 bits that a bf16 parameter lacks (ops/remainders.py); a row has them in place of a half copy.
 typedef short Remainder;
