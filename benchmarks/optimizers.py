@@ -10,6 +10,7 @@ Share: the bandwidth of the necessary bytes in the GPU time, divided by that of 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import platform
 import statistics
@@ -75,7 +76,7 @@ class Case(NamedTuple):
     floor: int
     extra: dict[str, int] | None = EXTRA
     compact: tuple[tuple[str, Callable[..., Any], int], ...] = ()
-    """Rows of the complete update at O5 with other masters: name, optimizer, and bytes per parameter."""
+    """Rows of the complete update with other masters and states: name (its level first), optimizer, and bytes per parameter."""
 
 
 class Average:
@@ -102,6 +103,9 @@ CASES: dict[str, Case] = {
         fused=True,
         floor=28,  # reads p, g, m, v; writes p, m, v
         compact=(
+            # Reads g twice, p, m, v; writes p, m, v; weights and gradients are fp32.
+            ("O4 ours", lambda p: FusedAdam(p, lr=1e-4, weight_decay=0.01), 32),
+            ("O4 ours, bf16", lambda p: FusedAdam(p, lr=1e-4, weight_decay=0.01, state="bf16"), 24),
             # Reads g twice, and p, r, m, v; writes p, r, m, v.
             ("O5 ours, remainder", lambda p: FusedAdam(p, lr=1e-4, weight_decay=0.01, masters="remainder"), 28),
             (
@@ -317,13 +321,45 @@ def apex_pattern(case: Case, shapes: list[tuple[int, ...]], repeat: int) -> Resu
     return measure(step, repeat)
 
 
+OTHERS = {
+    # Two averages of one byte and a number per 256 elements, on fp32 weights: reads g twice, p, m, v; writes p, m, v.
+    "O4 torchao AdamW8bit, clip": ("torchao.optim", "AdamW8bit"),
+    "O4 bitsandbytes AdamW8bit, clip": ("bitsandbytes.optim", "AdamW8bit"),
+}
+OTHERS_BYTES = 20
+
+
+def of_others(shapes: list[tuple[int, ...]], repeat: int) -> dict[str, Result]:
+    """Measures the 8-bit AdamW of packages that are installed, after torch's clipping."""
+    rows = {}
+    for row, (package, name) in OTHERS.items():
+        try:
+            make = getattr(importlib.import_module(package), name)
+        except ImportError as error:
+            print(f"{row}: not measured ({error})")
+            continue
+        own = parameters(shapes)
+        optimizer = make(own, lr=1e-4, weight_decay=0.01)
+
+        def step(own: list[nn.Parameter] = own, optimizer: Any = optimizer) -> None:
+            torch.nn.utils.clip_grad_norm_(own, 1.0)
+            optimizer.step()
+
+        rows[row] = measure(step, repeat)
+        del own, optimizer, step
+        torch.cuda.empty_cache()
+    return rows
+
+
 def update_rows(case: Case, shapes: list[tuple[int, ...]]) -> dict[str, Result]:
     if case.extra is None:
         return {}
     repeat = 50 if sum(map(torch.Size.numel, map(torch.Size, shapes))) < 5e8 else 10
     rows = {f"{level} ours": through_precision(level, case, shapes, repeat) for level in ("O1", "O2", "O5")}
     for row, make, _ in case.compact:
-        rows[row] = through_precision("O5", case._replace(ours=make), shapes, repeat)
+        rows[row] = through_precision(row[:2], case._replace(ours=make), shapes, repeat)
+    if case.compact:
+        rows |= of_others(shapes, repeat)
     if case.torchs is not None and case.fused:
         rows["O1 GradScaler, clip, torch fused"] = with_grad_scaler(case, shapes, repeat, clip=True)
         rows["O1 GradScaler, torch fused, no clip"] = with_grad_scaler(case, shapes, repeat, clip=False)
@@ -335,7 +371,9 @@ def table(name: str, kind: str, rows: dict[str, Result], elements: int, case: Ca
     made = []
     for row, result in rows.items():
         moved = case.floor + (case.extra or {}).get(row[:2], 0) if kind == "update" else case.floor
-        moved = next((own for compact, _, own in case.compact if compact == row), moved)
+        moved = next(
+            (own for compact, _, own in case.compact if compact == row), OTHERS_BYTES if row in OTHERS else moved
+        )
         share = moved * elements / result.gpu_ms / 1e6 / bandwidth
         host = "waits" if result.host_us is None else f"{result.host_us:.0f}"
         print(

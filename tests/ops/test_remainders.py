@@ -161,6 +161,16 @@ def test_kernel_and_reference_agree_on_nan_and_on_what_overflows(kernel_device, 
     assert value[1:3].isinf().all() if lr else same(value[1:], special[1:])
 
 
+def test_the_kernel_reads_edited_zeros_as_the_reference_does(kernel_device):
+    """An edit leaves the remainder of another value, which would carry into the sign of a zero."""
+    weight = torch.tensor([0.0, -0.0, 0.0, -0.0, 1.0] * 3, dtype=torch.bfloat16, device=kernel_device)
+    remainder = torch.tensor([-5, -5, 5, 5, -5] * 3, dtype=torch.int16, device=kernel_device)
+    averages = [torch.full(weight.shape, 7.0, device=kernel_device)]
+    ops.ema([weight], averages, 0.0, remainders=[remainder])
+    assert torch.equal(averages[0], joined(weight, remainder))
+    assert averages[0].isfinite().all()
+
+
 def test_averages_read_the_values(kernel_device):
     case = Case(kernel_device, torch.float32)
     averages = [torch.zeros_like(value) for value in case.values]
