@@ -142,7 +142,8 @@ def test_thousands_of_steps_have_the_bits_of_masters_whose_copies_are_rounded_ti
 
 @pytest.mark.parametrize("lr", [0.0, 1e38])
 def test_kernel_and_reference_agree_on_nan_and_on_what_overflows(kernel_device, lr):
-    special = torch.tensor([torch.nan, 3.4e38, -3.4e38, 0.0, -0.0, 1e-45, 1.0], device=kernel_device)
+    # No zeros: what torch's operations add to them on a GPU decides on their sign.
+    special = torch.tensor([torch.nan, 3.4e38, -3.4e38, 1e-45, 1.0], device=kernel_device)
     gradient = -special.sign()
     results = []
     for way in ("kernel", "reference"):
