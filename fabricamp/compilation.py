@@ -30,8 +30,7 @@ class Compile(NamesKeywords):
     Args:
         part: "step" compiles ``training_step`` as a whole; "modules" compiles each module that the step calls; "blocks" compiles
             one of the repeated blocks of a network (such as the members of a ModuleList), and runs the others by the same code.
-            None takes the first of them that the precision, the strategy and the way of optimization allow; "modules" at levels
-            that cast at the modules (O2, O3, O5), where "step" compiles the casts, too, such as that of logits for a loss.
+            None takes the first of them that the precision, the strategy and the way of optimization allow.
         cache: a folder in which compiled code is kept, and found by later runs on machines with the same card and versions; True
             takes "compiled_code" in the Trainer's ``default_root_dir``.  False: torch alone keeps it, on this machine
             (``TORCHINDUCTOR_CACHE_DIR``, else a temporary folder).  Files are unpickled: give a folder that you trust.

@@ -17,7 +17,6 @@ from fabricamp.engine.compilation_watch import CompilationWatch
 from fabricamp.engine.compiled_calls import CompiledCalls, called_modules, repeated_blocks
 from fabricamp.engine.compiled_code import CompiledCode
 from fabricamp.errors import ConfigError
-from fabricamp.precision.boundary import traceable
 from fabricamp.torch_private import (
     compiled_by_user,
     compiler_of,
@@ -114,7 +113,7 @@ class Compilation:
         session = self._session
         part = self._options.part if self._options is not None else None
         against: dict[Part, Callable[[], str]] = {  # the largest part first
-            "step": partial(_against_step, session.module, session.strategy, None if part else session.precision),
+            "step": partial(_against_step, session.module, session.strategy, session.precision),
             "modules": partial(_against_modules, session.strategy),
             "blocks": partial(_against_blocks, session.module),
         }
@@ -185,10 +184,9 @@ class Compilation:
         held = HeldLogs()
         stand_in: Any = held
         calls = self._calls
-        if calls is None:
-            compiled = traceable(self._watched(self._compile(step), step.__name__), self._session.module)
-        else:
-            compiled = partial(_arm, calls, kind, step)
+        compiled = (
+            self._watched(self._compile(step), step.__name__) if calls is None else partial(_arm, calls, kind, step)
+        )
 
         def run(*batch: Batch) -> Output:
             if dispatch_modes():  # these, such as a counter of FLOPs, have to see the uncompiled step
@@ -247,16 +245,18 @@ def _compilers_of(root: nn.Module) -> dict[str, Any]:
 # -- what cannot be compiled -------------------------------------------------------------------------------------------------------
 
 
-def _against_step(module: TrainingModule, strategy: Strategy, precision: Precision | None) -> str:
-    """Returns why the step is not compiled as a whole; with a ``precision``, also why it is not the choice where it may be."""
+def _against_step(module: TrainingModule, strategy: Strategy, precision: Precision) -> str:
     if not module.automatic_optimization:
         return "manual optimization calls backward and updates within training_step; give compile='modules' or 'blocks'"
     if strategy.name == "fsdp":
         return "strategy 'fsdp' gathers parameters in hooks, which break a compiled step; give compile='blocks'"
     level: Any = getattr(precision, "level", None)
     casts = level is not None and not level.whole_step and (level.cast_model_type or level.cast_model_outputs)
-    if precision is not None and casts:
-        return f"precision {precision.name!r} casts at the modules that the step calls; compile='step' compiles the casts, too"
+    if casts:
+        return (
+            f"precision {precision.name!r} casts at the modules that the step calls, and the casts stay outside of "
+            "compiled code; give compile='modules' or 'blocks'"
+        )
     return ""
 
 

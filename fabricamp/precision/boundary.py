@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,11 +22,6 @@ from torch.utils.hooks import RemovableHandle
 from fabricamp.ops.shards import is_shard
 from fabricamp.precision.casting import cast_floating
 from fabricamp.torch_private import current_backward, global_forward_pre_hooks, global_hooks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-Result = TypeVar("Result")
 
 
 class _Calls(threading.local):
@@ -79,32 +74,6 @@ def hook_before_first_call(module: nn.Module) -> None:
     if boundary is None or boundary.handles or not CALLS.armed or CALLS.stack or not boundary.is_of(module):
         return
     boundary.hook(module)
-
-
-def traceable(step: Callable[..., Result], root: nn.Module) -> Callable[..., Result]:
-    """Returns ``step``, which torch compiles as a whole, with the boundaries of ``root`` as hooks that it can trace.
-
-    It cannot trace the search for modules that a step calls for the first time, so all have their hooks before.
-    """
-    bounded = [module for module in root.modules() if _KEY in _table(module)]
-    if not bounded:
-        return step
-    for module in bounded:
-        boundary: Boundary = _table(module)[_KEY]
-        if not boundary.handles:
-            boundary.hook(module)
-
-    def run(*args: Any) -> Result:
-        watching = CALLS.watching
-        if watching:
-            _watch(False)
-        try:
-            return step(*args)
-        finally:
-            if watching:
-                _watch(True)
-
-    return run
 
 
 def others_hook_all_modules() -> bool:
@@ -164,15 +133,8 @@ class Boundary:
         """The pre-hook: casts the inputs of a call from the step."""
         stack = CALLS.stack
         if stack:
-            # Compiled code notes the outermost module alone: activation checkpointing there allows no effects.
-            if not torch.compiler.is_compiling() or stack[0] == id(module):
-                stack.append(id(module))
-            return None
-        if torch.compiler.is_compiling():
-            if not CALLS.armed or not self.is_of(module):
-                return None
             stack.append(id(module))
-            return self.cast_inputs(args, kwargs)
+            return None
         from_step = CALLS.armed if current_backward() == -1 else not torch.is_autocast_cache_enabled()
         if not from_step or not self.is_of(module):
             return None
@@ -207,8 +169,7 @@ class Boundary:
             pass
         if stack:
             return None
-        if not torch.compiler.is_compiling():
-            self.go_outside()
+        self.go_outside()
         return None if self.output_dtype is None else cast_floating(output, self.output_dtype)
 
     def go_outside(self) -> None:

@@ -50,9 +50,6 @@ def cast_floating(value: Value, dtype: torch.dtype) -> Value:
     elif kind is tuple and _TENSORS.issuperset(map(type, cast)):
         items = tuple([item.to(dtype) if item.is_floating_point() else item for item in cast])
         cast = cast if all(map(operator.is_, items, cast)) else items
-    elif kind is dict:  # in a way that torch.compile can trace
-        values = {key: cast_floating(item, dtype) for key, item in cast.items()}
-        cast = cast if all(values[key] is cast[key] for key in cast) else values
     else:
         cast = cast_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, dtype)
     result: Value = cast

@@ -220,6 +220,8 @@ REFUSED = {
     "by hand": ("step", {}, ByHand, "manual optimization calls backward"),
     "step of fsdp": ("step", {"strategy": "fsdp"}, Logs, "strategy 'fsdp' gathers parameters in hooks.*'blocks'"),
     "modules of fsdp": ("modules", {"strategy": "fsdp"}, Logs, "strategy 'fsdp' gathers parameters within.*'blocks'"),
+    "step at O2": ("step", {"precision": "O2"}, Logs, "precision 'O2' casts at the modules.*'modules' or 'blocks'"),
+    "step at O5": ("step", {"precision": "O5"}, Logs, "precision 'O5' casts at the modules.*'modules' or 'blocks'"),
     "no blocks": ("blocks", {}, Logs, "Logs has no repeated blocks"),
     "word": ("layers", {}, Logs, "compile='layers' is not allowed.*'modules'"),
     "keyword": ({"mod": "default"}, {}, Logs, "torch.compile has no 'mod'.*mode"),
