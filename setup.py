@@ -8,7 +8,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 DOCS = ROOT / "docs"
-FOLDERS = ("", "how-to")
+FOLDERS = ("", "how-to", "guides")
 """The folders of ``docs`` whose pages are in the wheel."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://|#|mailto:)([^)#]+)[^)]*\)")
 

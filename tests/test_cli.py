@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -389,6 +390,8 @@ def test_help_shows_the_pages_that_messages_name(capsys):
     assert main(["help"]) == 0
     listed = capsys.readouterr().out
     assert re.search(r"^slow-data +Slow data$", listed, re.MULTILINE)
+    assert main(["help", "loop"]) == 0
+    assert capsys.readouterr().out == (package.parent / "docs" / "guides" / "loop.md").read_text()
     assert main(["help", "slow-dat"]) == 2
     assert "there is no page on 'slow-dat'; did you mean slow-data?" in capsys.readouterr().err
     assert main(["help", "slow-dtaa"]) == 2
@@ -402,3 +405,17 @@ def test_help_shows_the_pages_that_messages_name(capsys):
 def test_no_message_names_a_file_that_only_a_clone_has():
     for file in Path(fabricamp.__file__).parent.rglob("*.py"):
         assert not re.search(r"\(docs/[\w-]+\.md\)[\"']", file.read_text()), file
+
+
+def test_help_on_a_terminal_shows_colours_and_not_their_codes(tmp_path):
+    pytest.importorskip("pty")
+    environment = {key: value for key, value in os.environ.items() if key not in ("LESS", "PAGER", "NO_COLOR")}
+    pager = tmp_path / "less"
+    pager.write_text('#!/bin/sh\ncat > /dev/null\necho "options: $LESS"\n')
+    pager.chmod(0o755)
+    environment |= {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "TERM": "xterm", "PAGER": str(pager)}
+    command = f"import pty; pty.spawn([{sys.executable!r}, '-m', 'fabricamp', 'help', 'precision'])"
+    run = subprocess.run(
+        [sys.executable, "-c", command], check=False, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert "options: -R" in run.stdout, run.stdout + run.stderr

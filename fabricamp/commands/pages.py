@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from fabricamp.errors import ConfigError, nearest
 from fabricamp.messages import is_terminal
 
 _PACKAGE = Path(__file__).parents[1]
+_FOLDERS = ("", "how-to/", "guides/")
 _NO_TOPICS = ("index", "charts", "changes", "features")
 """Pages of the site that a terminal has no use for: lists of links, pictures."""
 
@@ -18,7 +20,8 @@ def topics() -> dict[str, Path]:
     """Returns the pages by topic, such as "slow-data" or "from-lightning"."""
     installed = _PACKAGE / "pages"
     folder = installed if installed.is_dir() else _PACKAGE.parent / "docs"  # a clone
-    pages = sorted([*folder.glob("*.md"), *folder.glob("how-to/*.md")], key=lambda page: page.stem)
+    files = [file for part in _FOLDERS for file in folder.glob(f"{part}*.md")]
+    pages = sorted(files, key=lambda page: page.stem)
     return {page.stem: page for page in pages if page.stem not in _NO_TOPICS}
 
 
@@ -45,6 +48,7 @@ def show(topic: str | None) -> None:
     from rich import get_console
     from rich.markdown import Markdown
 
+    os.environ.setdefault("LESS", "-R")  # else it shows the codes of colours
     with get_console().pager(styles=True):
         get_console().print(Markdown(text))
 
