@@ -212,7 +212,8 @@ class _Copies:
         if size < SMALL or size > free:
             return None
         self._free[device] = free - size
-        return storage.clone()
+        clone: torch.UntypedStorage = storage.clone()
+        return clone
 
 
 class BackgroundWriter:

@@ -188,8 +188,9 @@ def _tell_of_lost_weights(module: nn.Module, metrics: Metrics, strategy: Strateg
     if not trained or (not sharded and (told or strategy.rank)):
         return
     parts = [local(one) for one in trained.values()]
-    # torch has no norm of nothing, and a rank may have no element of a shard.
-    norms = iter(torch._foreach_norm([part for part in parts if part.numel()]))
+    # torch has no norm of nothing, and a rank may have no element of a shard, or of any.
+    with_elements = [part for part in parts if part.numel()]
+    norms = iter(torch._foreach_norm(with_elements) if with_elements else ())
     zero = torch.zeros((), dtype=torch.float32, device=strategy.device)
     lost = torch.stack([next(norms).to(zero) if part.numel() else zero for part in parts]).isnan()
     if sharded:
