@@ -189,8 +189,7 @@ class _BackgroundRotation(PlannedRotation):
 def size_on_gpu(trainer: Trainer) -> int:
     """Returns about how many bytes a checkpoint has on the GPU: of the module, and of the optimizers' tensors."""
     session = trainer._runner.session
-    if session is None:
-        return 0
+    assert session is not None
     tensors = [*session.module.parameters(), *session.module.buffers(), *_of_optimizers(session.optimizers)]
     storages = {
         own.untyped_storage().data_ptr(): -(-own.untyped_storage().nbytes() // 64) * 64

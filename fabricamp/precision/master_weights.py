@@ -215,9 +215,8 @@ class MasterWeights:
             for index, (master, version) in enumerate(zip(self._masters, self._master_versions, strict=True))
             if master._version != version
         ]
-        round_to(
-            [self._masters[index] for index in edited], [self._halves[index] for index in edited]
-        )  # not of remainders
+        # Of a weight with a remainder nothing is rounded: who writes its value writes both.
+        round_to([self._masters[index] for index in edited], [self._halves[index] for index in edited])
         for index in edited:
             self._master_versions[index] = self._masters[index]._version
             self._half_versions[index] = self._halves[index]._version - self._moved

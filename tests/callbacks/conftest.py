@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,7 +49,6 @@ class StandInTrainer:
         self.ckpt_path = None
         self.saved = []
         self.failure = None
-        self._runner = SimpleNamespace(session=None)
 
     def reduce_step_metrics(self):
         """Does nothing: values that a test puts into callback_metrics are visible at once."""
