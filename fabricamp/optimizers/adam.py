@@ -57,7 +57,7 @@ class FusedAdam(FusedOptimizer):
         masters: Literal["fp32", "remainder"] = "fp32",
         state: Literal["fp32", "bf16"] = "fp32",
     ) -> None:
-        check_choice("FusedAdam got state", state, ("fp32", "bf16"))
+        check_choice("state", state, ("fp32", "bf16"))
         check_masters(type(self).__name__, masters, own=master_weights)
         if amsgrad:
             raise UnsupportedError("FusedAdam has no amsgrad; use torch.optim.AdamW(amsgrad=True, fused=True)")

@@ -97,7 +97,7 @@ def refuse_momentum_in_gradients(optimizer: OptimizerFace, *, automatic: bool) -
 
 def check_masters(name: str, masters: object, *, own: bool) -> None:
     """Raises :class:`ConfigError` unless ``masters`` is "fp32" or "remainder"; ``own``: the optimizer has masters in its state."""
-    check_choice(f"{name} got masters", masters, ("fp32", "remainder"))
+    check_choice("masters", masters, ("fp32", "remainder"))
     if masters == "remainder" and own:
         raise ConfigError(
             f"{name} got masters='remainder' and master_weights=True, which keeps fp32 masters in its state; leave one of them out"

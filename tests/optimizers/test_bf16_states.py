@@ -145,7 +145,7 @@ def test_copies_and_pickles_keep_the_format():
 
 
 def test_an_unknown_format_is_refused():
-    with pytest.raises(ConfigError, match="FusedAdam got state='bf61' is not known; did you mean 'bf16'"):
+    with pytest.raises(ConfigError, match="state='bf61' is not known; did you mean 'bf16'"):
         FusedAdam([nn.Parameter(torch.ones(1))], state="bf61")
 
 

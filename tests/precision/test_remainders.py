@@ -267,7 +267,7 @@ def test_masters_of_both_kinds_read_each_others_weights_and_states():
 
 def test_words_that_do_not_go_together_are_refused():
     weight = [nn.Parameter(torch.ones(2))]
-    with pytest.raises(ConfigError, match="FusedAdam got masters='remainders' is not known; did you mean 'remainder'"):
+    with pytest.raises(ConfigError, match="masters='remainders' is not known; did you mean 'remainder'"):
         FusedAdam(weight, masters="remainders")
     with pytest.raises(ConfigError, match="masters='remainder' and master_weights=True"):
         FusedAdam(weight, masters="remainder", master_weights=True, capturable=True)

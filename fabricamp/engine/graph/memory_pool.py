@@ -103,19 +103,16 @@ class OwnPool:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.MemPool() if device.type == "cuda" else None
-        self._used = 0
 
     def empty(self, size: int) -> torch.Tensor:
         """Returns ``size`` bytes (uint8, 1-dim), which the caller drops before :meth:`release`."""
-        self._used += size
         within = contextlib.nullcontext() if self._pool is None else torch.cuda.use_mem_pool(self._pool, self._device)
         with within:
             return torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    def release(self) -> int:
-        """Gives the memory back; returns the number of bytes that were taken."""
+    def release(self) -> None:
+        """Gives the memory back."""
         self._pool = None
-        return self._used
 
 
 def _make_workspaces(device: torch.device) -> None:
