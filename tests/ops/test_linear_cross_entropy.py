@@ -71,8 +71,9 @@ def assert_close(found, expected, dtype, factor=1.0):
     for one, exact in zip(found, expected, strict=True):
         assert one.dtype == dtype
         size = exact.abs().max().item() if exact.numel() else 0.0
+        # 1e-6: a probability of about 1 less 1 leaves two roundings of 1.2e-7, times hidden states of up to 4.
         torch.testing.assert_close(
-            one.double(), exact, rtol=ROUNDING[dtype], atol=(ROUNDING[dtype] * size + 1e-7) * factor, equal_nan=True
+            one.double(), exact, rtol=ROUNDING[dtype], atol=(ROUNDING[dtype] * size + 1e-6) * factor, equal_nan=True
         )
 
 
