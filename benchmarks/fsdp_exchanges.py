@@ -5,7 +5,7 @@
 "peer" and "collective" are the two values of FABRICAMP_FSDP_EXCHANGE.  "torch" is "collective" with torch's
 ``FSDPModule.set_symm_mem_for_comm`` on each unit, set by a callback at the beginning of the fit; it is left out, with a line, where
 torch has no such method.  Networks: GPT with 1.4 billion parameters as in ``fsdp.py``, and one of Llama 3 8B's shape on 1 x 8192
-tokens, whose layers are computed again in backward.  All train at O5 with FusedAdam and with all of the Trainer's defaults.
+tokens, whose layers are compiled.  All train at O5 with FusedAdam and with all of the Trainer's defaults.
 
 The ways take turns, each round in another order; a fit of each gives one figure, the wall time of its steps after the warm-up.
 Ratios are those of rounds.  Memory: the peak of what was allocated and of what was reserved, rank 0's.
@@ -39,7 +39,7 @@ from fabricamp.strategies import FSDP
 from fabricamp.strategies.fsdp_collectives import VARIABLE
 
 NETWORKS = {
-    "1.4B": CELLS["1.4B"]._replace(steps=30),
+    "1.4B": CELLS["1.4B"]._replace(steps=90),
     "Llama 8B, 8192 tokens": CELLS["Llama 8B"]._replace(length=8192, steps=10),
 }
 PEER, COLLECTIVE, OF_TORCH = "peer", "collective", "torch"
@@ -60,14 +60,10 @@ def measured(cell: Cell, way: str, device: torch.device) -> dict[str, float]:
     """Trains once; returns the milliseconds of a step and the peaks of memory in GB."""
     os.environ[VARIABLE] = PEER if way == PEER else COLLECTIVE
     clock = Clock(device, cell.steps // 3, cell.steps)
-    recomputed = [Layer] if cell.length > CELLS["Llama 8B"].length else ()
     trainer = Trainer(
-        strategy=FSDP(
-            [Layer if cell.llama else Block],
-            reshard_after_forward=cell.reshard,
-            activation_checkpointing=recomputed,
-        ),
+        strategy=FSDP([Layer if cell.llama else Block], reshard_after_forward=cell.reshard),
         precision="O5",
+        compile="blocks" if cell.llama and device.type == "cuda" else False,
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices="auto",
         max_steps=cell.steps,

@@ -32,8 +32,11 @@ class Codes(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten._to_copy.default):
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return cls(args[0].codes.clone(), args[0].scale.clone())
+        if function is torch.ops.aten._to_copy.default:
+            device = (kwargs or {}).get("device")
+            return cls(args[0].codes.to(device, copy=True), args[0].scale.to(device, copy=True))
         if function is torch.ops.aten.view.default:
             return cls(args[0].codes.view(args[1]), args[0].scale)
         values = tree_map(lambda one: one.values() if isinstance(one, cls) else one, (args, kwargs or {}))
