@@ -16,7 +16,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabricamp.errors import CheckpointError, ConfigError, FabricampError, nearest
+from fabricamp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    FabricampError,
+    MissingCheckpointError,
+    nearest,
+)
 from fabricamp.messages import printable
 
 if TYPE_CHECKING:
@@ -33,6 +40,9 @@ RUNS = {
     "test": "run the test loop once",
     "predict": "run predict_step over the data and save its outputs as predictions.pt beside the logs",
 }
+
+LOADERS = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
+"""The loaders that each command needs."""
 
 OVERVIEW = """\
 A PyTorch trainer.  A run is described by a YAML file:
@@ -77,8 +87,13 @@ exit codes: 0 done, 2 a mistake in the command or the configuration, 1 any other
 """
 
 
-_CODES: dict[type[BaseException], int] = {ConfigError: 2, CheckpointError: 1}
-"""The errors that a command shows in one line without a traceback, and their exit codes."""
+_CODES: dict[type[BaseException], int] = {
+    ConfigError: 2,
+    MissingCheckpointError: 2,
+    CheckpointNotFoundError: 2,
+    CheckpointError: 1,
+}
+"""The errors that a command shows in one line without a traceback, and their exit codes; the first class that fits counts."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -433,7 +448,7 @@ def _run(command: str, path: Path, overrides: list[str], stdout: int | None) -> 
 
     content = read_config(path, overrides)
     check_config(content)
-    trainer, module, data, ckpt_path = build_parts(content)
+    trainer, module, data, ckpt_path = build_parts(content, LOADERS[command])
     if ckpt_path is not None:
         _check_there(ckpt_path, command)
     elif command != "fit" and trainer.is_global_zero and not _started():

@@ -25,6 +25,7 @@ from fabricamp.arguments.environment import FromEnvironment, exposes, references
 from fabricamp.callbacks.base import Callback
 from fabricamp.data import DataModule
 from fabricamp.errors import ConfigError, advice, meant, nearest
+from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
 from fabricamp.state import TrainerFn
 from fabricamp.trainer import Trainer
@@ -40,6 +41,7 @@ SECTIONS = {
 }
 """The top-level keys of a configuration file, and their meaning."""
 
+_LIST_EXAMPLE = "trainer.callbacks=[{_target_: fabricamp.callbacks.EarlyStopping, monitor: val_loss}]"
 _LONGEST = 200
 """The most characters of an override or a name that an error shows."""
 _MADE = (DataLoader, Sampler, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, nn.Module)
@@ -155,8 +157,11 @@ def refusals_explained(content: Configuration) -> Iterator[None]:
         raise ConfigError(f"{refusal}; change the value in the configuration that it comes from") from error
 
 
-def build_parts(content: Mapping[str, Any]) -> Parts:
-    """Returns the objects that a checked configuration describes; sets the seed before it builds them."""
+def build_parts(content: Mapping[str, Any], loaders: str = "train") -> Parts:
+    """Returns the objects that a checked configuration describes; sets the seed before it builds them.
+
+    ``loaders`` names those that the run needs: train, val, test or predict.  Raises :class:`ConfigError` if nothing has them.
+    """
     if content.get("seed") is not None:
         from fabricamp.rng import seed_everything
 
@@ -172,6 +177,13 @@ def build_parts(content: Mapping[str, Any]) -> Parts:
     ]
     trainer = locate(arguments.pop(TARGET), f"trainer.{TARGET}")(**arguments)
     module, data = (_build_part(content, name) for name in ("module", "data"))
+    hook = f"{loaders}_dataloader"
+    # A setup of the module may still make one.
+    if data is None and not any(overrides(module, name, TrainingModule) for name in (hook, "setup")):
+        raise ConfigError(
+            f"the configuration has no section data, and {type(module).__name__} has no {hook}; write data: with _target_: "
+            f"package.Class (a DataModule), or {type(module).__name__}.{hook}"
+        )
     return Parts(trainer, module, data, content.get("ckpt_path"))
 
 
@@ -282,6 +294,11 @@ def _check_way(content: Any, key: str, override: str) -> None:
     words = key.split(".")
     for depth, word in enumerate(words):
         way = ".".join(words[:depth])
+        if word.isdecimal() and depth and node in (None, []):
+            raise ConfigError(
+                f"{_cut(override)!r}: {way} {'is not in the file' if node is None else 'is an empty list'}, so it has no element "
+                f"{word} to change; give it as a whole, as in '{_LIST_EXAMPLE if words[0] == 'trainer' else f'{way}=[VALUE, ...]'}'"
+            )
         if isinstance(node, list) and not (word.isdecimal() and int(word) < len(node)):
             raise ConfigError(
                 f"{override!r}: {way} has {len(node)} element(s), numbered from 0; {word!r} is not one of them"

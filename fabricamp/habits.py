@@ -67,6 +67,9 @@ class Habits:
     last_closure_call_counts: bool = False
     """values that the calls of a closure log (LBFGS, sharpness-aware), and ``outputs``: the value of the last call"""
 
+    runs_are_in_lightning_logs: bool = False
+    """the folder of runs, if you give file loggers no ``name``, and W&B's project, if none is given: ``lightning_logs``"""
+
     one_process_gathers_nothing: bool = False
     """``self.all_gather(x)`` in one process: ``x`` unchanged"""
 

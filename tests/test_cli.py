@@ -231,6 +231,62 @@ def test_a_mistake_gets_one_line_and_code_2(words, message, capfd):
     assert "Traceback" not in error
 
 
+def test_a_run_without_data_is_refused_before_it_begins(capfd):
+    Path("parts_of_command.py").write_text(
+        PARTS
+        + """
+class Sets(Net):
+    def setup(self, stage):
+        self.train_dataloader = Data().train_dataloader
+"""
+    )
+    Path("config.yaml").write_text(CONFIG.replace("data: {_target_: parts_of_command.Data}", ""))
+    for command, hook in (
+        ("fit", "train"),
+        ("validate", "val"),
+        ("test", "test"),
+        ("predict", "predict"),
+        ("bench", "train"),
+    ):
+        assert main([command, "config.yaml"]) == 2
+        error = capfd.readouterr().err
+        assert error.startswith(
+            f"fabricamp: the configuration has no section data, and Net has no {hook}_dataloader; write data:"
+        )
+        assert error.count("\n") == 1
+    assert list(Path.cwd().glob("*/version_*")) == []
+    assert main(["fit", "config.yaml", "module._target_=parts_of_command.Sets"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        (
+            "trainer.callbacks.0.patience=3",
+            "trainer.callbacks is not in the file, so it has no element 0 to change; give",
+        ),
+        (
+            "data.sizes.1=3",
+            "data.sizes is not in the file, so it has no element 1 to change; give it as a whole, as in 'data.sizes=[",
+        ),
+    ],
+)
+def test_an_element_of_no_list_cannot_be_changed(word, says, capfd):
+    assert main(["fit", "config.yaml", word]) == 2
+    assert says in capfd.readouterr().err
+    if word.startswith("trainer"):
+        assert main(["fit", "config.yaml", "trainer.callbacks=[]", word]) == 2
+        assert "trainer.callbacks is an empty list, so it has no element 0" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["best", "last"])
+def test_a_word_for_a_checkpoint_that_no_run_has_saved_gets_one_line_and_code_2(word, capfd):
+    assert main(["predict", "config.yaml", f"ckpt_path={word}"]) == 2
+    error = capfd.readouterr().err
+    assert error.startswith(f"fabricamp: ckpt_path={word!r}: no ModelCheckpoint of this Trainer has saved one yet")
+    assert error.count("\n") == 1
+
+
 def test_a_checkpoint_that_is_not_there_gets_one_line_and_code_2(capfd):
     for command in (["fit", "config.yaml", "ckpt_path=missing.ckpt"], ["export", "missing.ckpt", "--to", "a.pt"]):
         assert main(command) == 2

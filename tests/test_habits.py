@@ -258,6 +258,18 @@ def last_closure_call_counts(tmp_path, monkeypatch, caplog):
     return logged == module.losses[-1]
 
 
+def runs_are_in_lightning_logs(tmp_path, monkeypatch, caplog):
+    named = fabricamp.loggers.CSVLogger(".", name="fabricamp_logs")  # a name that a program gives is its own
+    trainer = quiet_trainer(logger=[fabricamp.loggers.TensorBoardLogger("."), named], max_steps=1, log_every_n_steps=1)
+    trainer.fit(Classifier(), loader())
+    (of_csv,) = tmp_path.glob("*/version_*/metrics.csv")
+    assert of_csv.parts[-3] == "fabricamp_logs"
+    (events,) = tmp_path.glob("*/version_*/events.*")
+    assert trainer.log_dir == str(events.parent.relative_to(tmp_path))
+    assert events.parts[-3] in ("fabricamp_logs", "lightning_logs")
+    return events.parts[-3] == "lightning_logs"
+
+
 def one_process_gathers_nothing(tmp_path, monkeypatch, caplog):
     class Gathers(Classifier):
         def on_train_start(self):

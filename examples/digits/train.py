@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 from digits import DigitsClassifier, DigitsData
 
-from fabricamp import Callback, Trainer, TrainingModule, seed_everything
+from fabricamp import Trainer, seed_everything
 from fabricamp.callbacks import LearningRateMonitor, ModelCheckpoint
 from fabricamp.loggers import TensorBoardLogger
 from fabricamp.runs import plot
-
-
-class Stopwatch(Callback):
-    """Measures the seconds from the first batch of training to the last, without the start of the program."""
-
-    seconds = 0.0
-
-    def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        self.seconds = -time.perf_counter()
-
-    def on_train_end(self, trainer: Trainer, module: TrainingModule) -> None:
-        self.seconds += time.perf_counter()
 
 
 def parse() -> argparse.Namespace:
@@ -47,7 +34,6 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     seed_everything(options.seed)
-    stopwatch = Stopwatch()
     trainer = Trainer(
         accelerator=options.accelerator,
         devices=options.devices,
@@ -58,7 +44,6 @@ def main() -> None:
         default_root_dir=options.folder,
         logger=TensorBoardLogger(options.folder, name="digits"),
         callbacks=[
-            stopwatch,
             LearningRateMonitor(),
             ModelCheckpoint(filename="{step}", monitor="val_accuracy", mode="max"),
         ],
@@ -66,17 +51,16 @@ def main() -> None:
     module = DigitsClassifier(lr=options.lr, optimizer=options.optimizer)
     data = DigitsData(batch_size=options.batch_size)
     trainer.fit(module, datamodule=data)
-    steps_per_second = trainer.global_step / stopwatch.seconds
     checkpoint = trainer.checkpoint_callback.best_model_path
     logs = trainer.log_dir
     (result,) = trainer.test(module, datamodule=data, verbose=False)
     if trainer.is_global_zero:
-        report(result["test_accuracy"], steps_per_second, checkpoint, logs, options.precision)
+        report(result["test_accuracy"], checkpoint, logs, options.precision)
         plot([logs], metrics=["train_loss_step", "val_accuracy"])
         tell_what_is_next(logs)
 
 
-def report(accuracy: float, steps_per_second: float, checkpoint: str, logs: str, precision: str) -> None:
+def report(accuracy: float, checkpoint: str, logs: str, precision: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -84,7 +68,6 @@ def report(accuracy: float, steps_per_second: float, checkpoint: str, logs: str,
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("test accuracy", f"{accuracy:.2%}")
-    table.add_row("steps/s in all", f"{steps_per_second:.0f}")
     table.add_row("best checkpoint", shown(checkpoint))
     table.add_row("TensorBoard logs", shown(logs))
     table.add_row("open them with", f"{shown(Path(sys.executable).with_name('tensorboard'))} --logdir {shown(logs)}")

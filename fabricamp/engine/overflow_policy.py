@@ -127,9 +127,7 @@ class OverflowPolicy:
                     f"; the loss scale is {results.scale:g}, its lowest: look for what is too large in data or loss"
                 )
             elif results.dynamic:
-                scaling = (
-                    f"; the loss scale is {results.scale:g} now; dynamic scaling skips a few steps to find its value"
-                )
+                scaling = f"; the loss scale was lowered to {results.scale:g}; dynamic scaling skips a few steps to find its value"
             else:
                 scaling = ""
             logger.warning(

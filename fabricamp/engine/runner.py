@@ -264,6 +264,8 @@ class Runner:
         """Returns the file to load, and its content if that was read in choosing the file; sets ``trainer.ckpt_path``."""
         given = None if ckpt_path is None else str(ckpt_path)
         path, checkpoint = resolve_checkpoint(self.trainer, given, weights_only=weights_only)
+        if self.session is not None:
+            self.session.run_summary.is_best = given == "best"
         if self.session is not None and self.session.fn is TrainerFn.FITTING:
             path, checkpoint = join_groups(
                 self.session, self.session.save_checkpoint, path, checkpoint, weights_only=weights_only

@@ -13,7 +13,7 @@ from fabricamp.arguments.checks import check_number
 from fabricamp.loggers.append_file import AppendFile, SharedFileError
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.logger_errors import reason_of
-from fabricamp.loggers.run_folder import RunFolderLogger, writes
+from fabricamp.loggers.run_folder import RUNS, RunFolderLogger, writes
 from fabricamp.loggers.write_queue import Record
 
 Row: TypeAlias = Mapping[str, float]
@@ -95,7 +95,7 @@ class RowFileLogger(RunFolderLogger[Row, Content]):
     def __init__(
         self,
         save_dir: str | os.PathLike[str],
-        name: str | None = "fabricamp_logs",
+        name: str | None = RUNS,
         version: int | str | None = None,
         prefix: str = "",
         flush_logs_every_n_steps: int = 100,

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Final, Generic
 
 import torch
 
@@ -17,8 +17,25 @@ from fabricamp._utils.first_rank import started_rank
 from fabricamp._utils.types import StateDict
 from fabricamp.checkpoint import plain, storage
 from fabricamp.errors import ConfigError
+from fabricamp.habits import habits
 from fabricamp.loggers.base import Logger
 from fabricamp.loggers.write_queue import Content, Position, Record, RecordQueue
+
+
+class DefaultName(str):
+    """The default of ``name``; a class of its own, as a program may give the same text."""
+
+    __slots__ = ()
+
+
+RUNS: Final = DefaultName("fabricamp_logs")
+
+
+def name_of_runs(name: str | None = RUNS) -> str:
+    """Returns ``name`` as a plain string, "" for None; for :data:`RUNS` the name that this program expects."""
+    if isinstance(name, DefaultName):
+        return "lightning_logs" if habits().runs_are_in_lightning_logs else str(RUNS)
+    return name or ""
 
 
 def writes() -> bool:
@@ -57,7 +74,7 @@ class RunFolderLogger(Logger, Generic[Content, Position]):
         # Absolute, so a change of the working folder does not move the files; ``save_dir`` keeps the path as given.
         self._saves_in = Path(save_dir).expanduser().absolute()
         self.save_dir = os.fspath(save_dir)
-        vars(self)["name"] = name or ""  # past a subclass's property, which may have no setter
+        vars(self)["name"] = name_of_runs(name)  # past a subclass's property, which may have no setter
         self._version = version
         self._claimed = False
         self._prefix = prefix

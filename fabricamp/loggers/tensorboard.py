@@ -13,7 +13,7 @@ import torch
 from fabricamp.arguments.checks import check_names
 from fabricamp.errors import ConfigError
 from fabricamp.loggers.dummy import Silent
-from fabricamp.loggers.run_folder import RunFolderLogger, edges_of, flattened, writes
+from fabricamp.loggers.run_folder import RUNS, RunFolderLogger, edges_of, flattened, writes
 from fabricamp.loggers.write_queue import Record
 from fabricamp.precision.float8_linears import plain_linears
 from fabricamp.rng import isolate_rng
@@ -63,7 +63,7 @@ class TensorBoardLogger(RunFolderLogger["WrittenEvent | Scalars", "FilePosition"
     def __init__(
         self,
         save_dir: str | os.PathLike[str],
-        name: str | None = "fabricamp_logs",
+        name: str | None = RUNS,
         version: int | str | None = None,
         prefix: str = "",
         default_hp_metric: bool = True,

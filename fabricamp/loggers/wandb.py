@@ -18,7 +18,7 @@ from fabricamp.checkpoint import plain
 from fabricamp.errors import ConfigError, NotInstalledError
 from fabricamp.loggers.base import Logger, give_numbers_of_its_own
 from fabricamp.loggers.dummy import Silent
-from fabricamp.loggers.run_folder import edges_of, showable, writes
+from fabricamp.loggers.run_folder import edges_of, name_of_runs, showable, writes
 from fabricamp.loggers.uploads import Uploads
 from fabricamp.loggers.write_queue import Call, WriteQueue
 
@@ -125,7 +125,7 @@ class WandbLogger(Logger):
         check_names("WandbLogger has no option", kwargs, (*_OWN, *known), where="WandbLogger")
         self.save_dir = os.fspath(save_dir or dir or os.environ.get("WANDB_DIR") or ".")
         self._folder = Path(self.save_dir).expanduser().absolute()
-        project = project or os.environ.get("WANDB_PROJECT") or "fabricamp_logs"
+        project = project or os.environ.get("WANDB_PROJECT") or name_of_runs()
         self._options = {"name": name, "project": project, "dir": str(self._folder), "resume": "allow"}
         if anonymous:
             self._options["anonymous"] = "allow"

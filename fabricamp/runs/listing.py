@@ -10,11 +10,12 @@ import contextlib
 import math
 import os
 import socket
+import stat
 import sys
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -107,8 +108,9 @@ def show(folder: str | Path) -> None:
             f"{str(folder)!r} {'holds no run' if root.is_dir() else 'is not a folder'}; give the folder of runs"
         )
     rows = [_row(run, root) for run in runs]
-    # COLUMNS asks for the table in a pipe too.
-    if not is_terminal(sys.stdout) and "COLUMNS" not in os.environ:
+    # `watch` shows what comes through its pipe on a terminal, whose width it sets as COLUMNS.
+    is_watched = "COLUMNS" in os.environ and not _is_file(sys.stdout)
+    if not is_terminal(sys.stdout) and not is_watched:
         _print_plain(rows)
         return
     width = Console().width
@@ -132,6 +134,13 @@ def show(folder: str | Path) -> None:
     console.print(table)
     if left_out := [head for head in _HEADS if head not in heads]:
         console.print(f"in {width} columns without: {', '.join(left_out)}", style="dim")
+
+
+def _is_file(stream: TextIO | None) -> bool:
+    """Returns whether ``stream`` is written to a file of the disk."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # None, a program's own object, or closed
+        return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)  # type: ignore[union-attr]
+    return False
 
 
 def _print_plain(rows: Sequence[dict[str, str]]) -> None:
@@ -279,7 +288,10 @@ def _from_logs(folder: Path) -> tuple[int | None, dict[str, float]]:
         return None, {}
     steps = max((max(curve.steps) for curve in curves.values()), default=None)
     lowest = {name: min(finite) for name, curve in curves.items() if (finite := [*filter(math.isfinite, curve.values)])}
-    return None if steps is None else steps + 1, _shown_loss(lowest)
+    # Nothing was monitored, so no checkpoint was chosen by this value.
+    return None if steps is None else steps + 1, {
+        f"lowest {name}": value for name, value in _shown_loss(lowest).items()
+    }
 
 
 def _shown_loss(values: Mapping[str, float]) -> dict[str, float]:

@@ -82,7 +82,6 @@ def cell(output, label):
 
 def expect_success(output):
     assert float(cell(output, "test accuracy").rstrip("%")) >= 98
-    assert float(cell(output, "steps/s in all")) > 0
     assert Path(cell(output, "best checkpoint")).is_file()
     logs = Path(cell(output, "TensorBoard logs"))
     assert list(logs.glob("events.*"))

@@ -36,7 +36,8 @@ def test_runs_with_their_best_values_and_how_they_ended(capsys, monkeypatch):
     ]
     ended = "unknown: no run.json: another trainer's"
     assert rows[2][0::2] == ["of_another_trainer", "10", ended]
-    assert rows[2][3] == "val_loss 0.25"
+    # Nobody has monitored it: the lowest is no checkpoint's.
+    assert rows[2][3] == "lowest val_loss 0.25"
     assert [row[0] for row in rows[:2]] == ["small/version_0", "small/version_1"]
     assert [row[2] for row in rows[:2]] == ["3", "8"]
     assert [row[4] for row in rows[:2]] == ["max_steps=3 reached", "max_epochs=1 reached"]
@@ -159,6 +160,18 @@ def test_a_pipe_gets_a_line_for_each_run(capsys, monkeypatch):
     name, _, steps, best, ended = row.split("\t")
     assert (name, steps, best) == (str(folder), "4", "val_loss 0.5, f1 0.25")
     assert ended == f"failed: {reason}".rstrip()
+
+
+@pytest.mark.parametrize("into", ["file", "pipe"])
+def test_columns_ask_for_the_table_in_a_pipe_and_never_in_a_file(into):
+    """`watch` shows what comes through a pipe."""
+    folder = Path("logs/version_0")
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"status": "finished", "reason": "max_steps=4 reached", "step": 4}))
+    shell = f"{sys.executable} -m fabricamp runs logs {'> out; cat out' if into == 'file' else '| cat'}"
+    environment = {**os.environ, "COLUMNS": "60"}
+    text = subprocess.run(shell, shell=True, env=environment, capture_output=True, text=True, check=True).stdout
+    assert ("\t" in text.splitlines()[0]) == (into == "file")
 
 
 def test_programs_read_the_list_in_a_pipe():

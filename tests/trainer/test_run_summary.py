@@ -136,6 +136,22 @@ def test_an_evaluation_says_whose_weights_it_takes(lines, caplog):
     assert sum("test_loss" in line for line in others) == 1
 
 
+@pytest.mark.parametrize("monitor", [None, "val_loss"])
+def test_best_without_a_monitor_is_said_to_be_the_newest(monitor, lines, caplog):
+    kept = ModelCheckpoint("kept", monitor=monitor, filename="one")
+    lines(kept, max_epochs=1)
+    trainer = quiet_trainer(max_epochs=1, enable_progress_bar=True, enable_checkpointing=True, callbacks=[kept])
+    for ckpt_path, newest in (("best", monitor is None), ("kept/one.ckpt", False)):
+        caplog.clear()
+        trainer.test(Classifier(), loader(8), ckpt_path=ckpt_path)
+        why = ": the newest, as ModelCheckpoint has no monitor" if newest else ""
+        assert caplog.messages[0] == f"Weights from kept/one.ckpt, step 4{why}"
+    trainer.fit(Classifier(), loader(8), loader(8))
+    caplog.clear()
+    trainer.test(dataloaders=loader(8))
+    assert f": the {'newest' if monitor is None else 'best'} of the last fit (" in caplog.text
+
+
 @pytest.mark.parametrize(("workers", "epochs", "said"), [(0, 2, False), (2, 2, True), (2, 1, False)])
 def test_workers_that_start_anew_in_each_epoch_are_said(workers, epochs, said, caplog):
     train = DataLoader(data(8), batch_size=4, num_workers=workers)

@@ -7,7 +7,6 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.agenda import Entry, Position
-from fabricamp.callbacks._monitoring import missing_in
 from fabricamp.callbacks.base import Callback, decides_by_metrics
 from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.engine.checks.model_checks import strings_in
@@ -90,7 +89,8 @@ class MonitorLook(Entry):
         names = self._names()
         for what, name in missing:
             if not names.may_be_logged(name, logged):
-                _LOG.warning("%s; it may be logged until it is needed", missing_in(logged, what, name))
+                known = nearest(name, logged) or f" (logged so far: {', '.join(sorted(logged)) or 'nothing'})"
+                _LOG.warning("%s: nothing has logged it yet%s", what, known)
 
     def _monitored(self) -> Iterator[tuple[str, str]]:
         """Yields who monitors, and the name."""

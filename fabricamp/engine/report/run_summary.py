@@ -49,6 +49,8 @@ class RunSummary:
         self._speaks = session.trainer.is_global_zero and any(map(_shows, session.trainer.callbacks))
         self.is_trial = False
         """Whether the run is a trial of the Tuner, of which there are many."""
+        self.is_best = False
+        """Whether ``ckpt_path="best"`` was given."""
 
     @property
     def speaks_of_time(self) -> bool:
@@ -105,12 +107,19 @@ class RunSummary:
         line = f"Weights from {shown(self._trainer.ckpt_path)}"
         if checkpoint.get("global_step") is not None:
             line += f", step {checkpoint['global_step']}"
+        first = next(iter(model_checkpoints(self._trainer)), None)
+        has_monitor = first is None or first.monitor is not None
         if not chosen:
-            self.say(line)
+            self.say(
+                line
+                if has_monitor or not self.is_best
+                else f"{line}: the newest, as {type(first).__name__} has no monitor"
+            )
         elif self._trainer.is_global_zero:
             # Logged even if bar and summary are switched off: the module's weights are not those that its training ended with.
             name = self._session.fn.value
-            _LOG.info("%s: the best of the last fit (%s(module) or ckpt_path='last' takes others)", line, name)
+            which = "best" if has_monitor else "newest"
+            _LOG.info("%s: the %s of the last fit (%s(module) or ckpt_path='last' takes others)", line, which, name)
 
     def end(self) -> None:
         """Logs why a fit ended, and its best checkpoint; the end of a ``fast_dev_run`` is known."""
