@@ -213,6 +213,7 @@ PARTS = {
             "tests/examples/test_resume.py",
             "tests/examples/test_rl.py",
             "tests/examples/test_segmentation.py",
+            "tests/examples/test_titan_benchmark.py",
             "tests/site/test_site.py",
             "tests/site/test_tutorial.py",
         ),
