@@ -10,6 +10,10 @@ ROOT = Path(__file__).parent
 DOCS = ROOT / "docs"
 FOLDERS = ("", "how-to", "guides")
 """The folders of ``docs`` whose pages are in the wheel."""
+CLONE = re.compile(r"^<!-- clone -->\n.*?^<!-- /clone -->\n|<!-- clone -->.*?<!-- /clone -->", re.DOTALL | re.MULTILINE)
+"""A part of the README, of whole lines or within one, that is true in a clone alone."""
+PACKAGE = re.compile(r"<!-- package\n(.*?)-->\n?", re.DOTALL)
+"""What the description has in its place."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://|#|mailto:)([^)#]+)[^)]*\)")
 
 
@@ -29,7 +33,10 @@ class WithPages(build_py):
 
 
 def described(readme: str) -> str:
-    """Returns the README for an index: a link to a page of the wheel names its command, others are their text, pictures go."""
+    """Returns the README for an index, where there is no clone.
+
+    A link to a page of the wheel names its command, others are their text, and pictures that are files go.
+    """
 
     def replaced(match: re.Match[str]) -> str:
         is_picture, text, target = match.groups()
@@ -41,7 +48,11 @@ def described(readme: str) -> str:
         command = f"`fabricamp help {page.stem}`"
         return command if text == target else f"{text} ({command})"
 
-    return LINK.sub(replaced, readme)
+    text = PACKAGE.sub(r"\1", CLONE.sub("", readme))
+    text = LINK.sub(replaced, text)
+    for in_clone, elsewhere in {".venv/bin/": "", "examples/digits/": "", "runs/digits/": "fabricamp_logs/"}.items():
+        text = text.replace(in_clone, elsewhere)
+    return re.sub(r"\n{3,}", "\n\n", text)
 
 
 setup(

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 
-def overhead(results):
-    """Returns a row for each kind of run, with the lowest and the highest mean of all machines: rounds differ by tens of us."""
+def overhead(result):
+    """Returns a row for each kind of run, of a machine on which Lightning was measured in the same run."""
     names = {"everything at default": "everything on", "3 callbacks, 1 log": "three callbacks and a log"}
-    machines = "; ".join(where(result) for result in results)
-    rows = []
-    for run, name in names.items():
-        over = [row for result in results for row in result["rows"]]
-        added = [row["mean_over_us"] for row in over if row["run"] == f"fabricamp: {run}"]
-        beside = [f"{row['mean_over_us']:,.0f} us" for row in over if row["run"] == f"Lightning: {run}"]
-        if added and beside:
-            what = f"time that the Trainer adds to a step of a hand-written loop, {name}"
-            spread = f"{min(added):.0f} to {max(added):.0f} us" if len(added) > 1 else f"{added[0]:.0f} us"
-            rows.append([what, spread, f"Lightning 2: {' and '.join(beside)}", machines])
-    return rows
+    added = {row["run"]: f"{row['mean_over_us']:,.0f} us" for row in result["rows"]}
+    return [
+        [
+            f"time that the Trainer adds to a step of a hand-written loop, {name}",
+            added[f"fabricamp: {run}"],
+            f"Lightning 2: {added[f'Lightning: {run}']}",
+            where(result),
+        ]
+        for run, name in names.items()
+        if f"Lightning: {run}" in added
+    ]
 
 
 def end_to_end(result):
@@ -151,6 +151,7 @@ def where(result):
 
 
 KINDS = {
+    "overhead": overhead,
     "end_to_end": end_to_end,
     "fastest": fastest,
     "fsdp": fsdp,
@@ -161,14 +162,14 @@ KINDS = {
     "optimizers": optimizers,
     "ddp": ddp,
 }
-"""Functions that summarise a kind of results, in the order of the table; ``overhead``, the first rows, takes them together."""
+"""Functions that summarise a kind of results, in the order of the table."""
 
 HEAD = ["what", "fabricamp", "compared with", "on"]
 
 
 def rows_of(results):
     """Returns the rows for ``results``, a dict by file name."""
-    rows = overhead([result for name, result in results.items() if name.startswith("overhead-")])
+    rows = []
     for kind, summarized in KINDS.items():
         for name, result in results.items():
             if name.partition("-")[0] == kind and (kind != "optimizers" or "copy_gb_per_s" in result):

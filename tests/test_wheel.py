@@ -73,6 +73,10 @@ def test_the_wheel_describes_itself(wheel):
     assert description.startswith("# fabricamp\n")
     # A link within a clone would lead nowhere on an index; its page is in the wheel.
     assert re.findall(r"\]\((?!https?://|#)[^)]*\)", description) == []
+    # Nor is there anything that only a clone has: its files, its goals of make, the picture above the table.
+    words = r"<!--|\bmake\b|\.venv|[Pp]icture|clone|\b(?:examples|benchmarks|tests)/|[A-Z]\.md\b"
+    assert re.findall(words, description) == []
+    assert "    fabricamp fit config.yaml trainer.max_epochs=5" in description
     topics = set(re.findall(r"`fabricamp help ([\w-]+)`", description))
     assert {"tutorial", "performance", "fp8"} <= topics
     with zipfile.ZipFile(wheel) as archive:

@@ -205,7 +205,8 @@ class ProgressBar(Callback):
         """Releases the terminal, and leaves the bar as it is."""
         if self._screen is not None and self._screen.is_live:
             self._advance_train(trainer, trainer.state.batch_idx)
-            # With the metrics of the last refresh: reading the device might fail with the same error.
+            # With the metrics of the last refresh: reading the device might fail with the same error.  The host knows the step.
+            self._shown = [(name, str(trainer.global_step) if name == "step" else text) for name, text in self._shown]
             self._draw_tasks()
         self._close(keep=True)
 

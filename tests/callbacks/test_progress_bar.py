@@ -571,6 +571,7 @@ INTERRUPTED = textwrap.dedent("""
         print("three steps are made")
         os.write(1, b"\\x1b[0;0m")  # is not seen: the bar below the line is drawn
         signal.sigwait([signal.SIGINT])  # takes a signal from before, too; pause() would wait for another one
+        trainer.global_step = 3  # since the last refresh
         raise KeyboardInterrupt
     except KeyboardInterrupt as error:
         while not (Path(__file__).parent / "echoed").exists():  # Linux sends the signal before it echoes
@@ -587,7 +588,7 @@ def test_what_the_terminal_echoes_leaves_no_second_copy_of_a_bar_as_wide_as_it(t
     assert "^C" in output
     printed, bar, after = Terminal(90).feed(output)
     assert (printed, after) == ("three steps are made", "after")
-    assert re.fullmatch(r"epoch 1/30 .*  3/4 .* loss 0\.5000", bar)
+    assert re.fullmatch(r"epoch 1/30 .*  3/4 .* step 3  loss 0\.5000", bar)
     assert len(bar) == 89, "only a bar of the full width is at stake"
 
 

@@ -27,7 +27,7 @@ README = (ROOT / "README.md").read_text()
 
 NOT_RUN = {
     "pip install .": "it would replace the package under test; test_wheel.py installs the wheel",
-    'pip install ".[cuda13]"': "CuPy is for machines with a GPU",
+    "pip install cupy-cuda13x": "CuPy is for machines with a GPU",
     "torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py": "two machines",
 }
 RUN = {
