@@ -46,6 +46,18 @@ class Habits:
     steps_may_train_nothing: bool = False
     """a ``training_step`` that never returns a value: runs, and trains nothing"""
 
+    first_checkpoint_callback_counts: bool = False
+    """``trainer.checkpoint_callback``: the first ``Checkpoint`` of any kind"""
+
+    loaders_end_at_their_last_batch: bool = False
+    """a ``generator`` of a loader or a sampler, without workers: a pass ends at its last batch"""
+
+    loaders_are_tried: bool = False
+    """a loader that is no ``DataLoader``: ``iter()`` is called once more, before the first pass, and what it draws counts"""
+
+    manual_steps_keep_the_first_rate: bool = False
+    """``Tuner.lr_find`` with manual optimization: trains at the first rate, which it suggests"""
+
     state_key_without_filename: bool = False
     """``ModelCheckpoint.state_key``: has the cadence's three arguments"""
 

@@ -74,6 +74,7 @@ from fabricamp.data import move_to_device
 from fabricamp.engine.report.profiling import profiled, profiler_of
 from fabricamp.errors import ConfigError
 from fabricamp.lightning.bases import lightnings_base
+from fabricamp.state import TrainerFn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -86,6 +87,13 @@ if TYPE_CHECKING:
     from fabricamp.trainer import Trainer
 
 Calls = tuple["Callable[..., object]", ...]
+
+_RUNS_OF = {
+    "training_epoch_end": {TrainerFn.FITTING},
+    "validation_epoch_end": {TrainerFn.FITTING, TrainerFn.VALIDATING},
+    "test_epoch_end": {TrainerFn.TESTING},
+}
+"""The runs that refuse a hook of Lightning 1: those that called it; in others it may be left over."""
 
 
 class ModuleHooks:
@@ -295,7 +303,7 @@ class Hooks:
         self._callbacks = callbacks
         self._profiler = profiler_of(trainer)
         for name, successor in refused_hooks().items():
-            if hasattr(module, name):
+            if trainer.state.fn in _RUNS_OF[name] and hasattr(module, name):
                 raise ConfigError(
                     f"{type(module).__name__} has {name}, which nothing calls (as in Lightning 2); keep what the steps return in "
                     f"a list of your own, and rename the hook to {successor}(self)"

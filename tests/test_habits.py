@@ -14,15 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import fabricamp
 from fabricamp import ConfigError, habits
 from fabricamp._utils.say_once import say_once
-from fabricamp.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from fabricamp.callbacks import Checkpoint, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.lightning.names import LightningFinder
 from fabricamp.rng import global_seed
-from tests.small import Classifier, loader, quiet_trainer
+from fabricamp.tuner import Tuner
+from tests.small import Classifier, data, loader, quiet_trainer
 
 NAMES = [one.name for one in fields(habits.Habits)]
 PAGE = (Path(__file__).parents[1] / "docs" / "from-lightning.md").read_text()
@@ -171,6 +173,67 @@ def steps_may_train_nothing(tmp_path, monkeypatch, caplog):
         assert "returns no value, so nothing would be trained" in str(error)  # noqa: PT017 - one of two outcomes
         return False
     return True
+
+
+def first_checkpoint_callback_counts(tmp_path, monkeypatch, caplog):
+    class Own(Checkpoint):
+        pass
+
+    own, models = Own(), ModelCheckpoint(tmp_path)
+    assert quiet_trainer(enable_checkpointing=True, callbacks=[own]).checkpoint_callback is own
+    return quiet_trainer(enable_checkpointing=True, callbacks=[own, models]).checkpoint_callback is own
+
+
+def loaders_end_at_their_last_batch(tmp_path, monkeypatch, caplog):
+    generator = torch.Generator().manual_seed(1)
+    loop = torch.Generator().manual_seed(1)
+    torch.empty((), dtype=torch.int64).random_(generator=loop)
+    torch.randperm(8, generator=loop)
+    last = loop.get_state()
+    torch.randperm(8, generator=loop)
+    shuffled = DataLoader(data(8), batch_size=4, shuffle=True, generator=generator)
+    quiet_trainer(max_epochs=1).fit(Classifier(), shuffled)
+    assert any(torch.equal(generator.get_state(), one) for one in (last, loop.get_state()))
+    return torch.equal(generator.get_state(), last)
+
+
+def loaders_are_tried(tmp_path, monkeypatch, caplog):
+    class Batches:
+        begun = 0
+
+        def __iter__(self):
+            self.begun += 1
+            return iter(loader(8))
+
+    train, val = Batches(), Batches()
+    quiet_trainer(max_epochs=2, limit_val_batches=1).fit(Classifier(), train, val)
+    assert (train.begun, val.begun) in ((2, 3), (3, 4))
+    return train.begun == 3
+
+
+def manual_steps_keep_the_first_rate(tmp_path, monkeypatch, caplog):
+    class Steps(Classifier):
+        automatic_optimization = False
+        lr = 0.5
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), self.lr)
+
+    rates = []
+    options = {"num_training": 4, "min_lr": 0.001, "max_lr": 1.0, "update_attr": False}
+    finder = Tuner(quiet_trainer()).lr_find(Steps(), loader(16), **options)
+    assert finder.results["lr"] == rates
+    assert len(rates) == 4
+    return len({*rates}) == 1
 
 
 def state_key_without_filename(tmp_path, monkeypatch, caplog):

@@ -5,7 +5,14 @@ from fabricamp.data.datamodule import DataModule
 from fabricamp.data.feed import Feed
 from fabricamp.data.length_groups import LengthGroups
 from fabricamp.data.lengths import batch_sizes, check_equal_lengths, check_limit, limit_batches, loader_length
-from fabricamp.data.loaders import draw_a_pass, release_workers, set_epoch, set_sampler_epoch, wire_loader
+from fabricamp.data.loaders import (
+    draw_a_pass,
+    release_workers,
+    set_epoch,
+    set_sampler_epoch,
+    try_loaders,
+    wire_loader,
+)
 from fabricamp.data.resident import ResidentLoader, is_resident
 from fabricamp.data.samplers import EvalSampler, TrainSampler
 from fabricamp.data.sharding import Sharded, look_for_doubles
@@ -35,5 +42,6 @@ __all__ = [
     "release_workers",
     "set_epoch",
     "set_sampler_epoch",
+    "try_loaders",
     "wire_loader",
 ]

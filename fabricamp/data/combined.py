@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
@@ -349,7 +348,8 @@ class _Source:
         if self.entered.get(BEGUN) and self._batches is not None and is_drawn_again(self.loader):
             # Reading the first batch draws the order, which the run has drawn before.
             self._record_draws(1)
-            self._first = list(itertools.islice(self._batches, 1))
+            batch = next(self._batches, _END)
+            self._first = [] if batch is _END else [batch]
         self._unread = 0
 
     def _record_draws(self, moment: int) -> None:

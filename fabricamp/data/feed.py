@@ -179,7 +179,8 @@ class Feed:
 
     def finish(self) -> None:
         """Exhausts the loader after the last batch, if its sampler consumes random numbers there, as a full loop would."""
-        if self._source is None or own_sampler(self._loader) is None:
+        sampler = own_sampler(self._loader)
+        if self._source is None or sampler is None or not sampler.order.reads_to_end:
             return
         if self.last and exact_length(self._loader) <= self.limit:
             next(self._source, None)
@@ -327,7 +328,7 @@ class Feed:
                 self._source = self._combined.stopped(ended["positions"])
             for drawn in (ended["rng_states"], *ended.get("rng_states_ahead", ())):
                 restore(drawn, generators)
-                next(iter(self._source), None)
+                next(self._source, None)
             self._end()
 
     def _enter(self, resume: StateDict) -> Iterator[Batch]:
@@ -352,8 +353,9 @@ class Feed:
 
         ``records``: takes a snapshot before each batch is read.
         """
-        opened = self._source
-        assert opened is not None
+        assert self._source is not None
+        # Asks for each batch by next() alone: iter() of a user's own iterator may start anew.
+        opened: Iterator[Batch] = map(next, itertools.repeat(self._source))
         source = opened
         if total < math.inf:
             source = itertools.islice(opened, int(total))

@@ -37,6 +37,7 @@ from fabricamp.data.samplers import (
 from fabricamp.data.sharding import Sharded, orders_of_ranks
 from fabricamp.data.unrepeatable import unrepeatable_order
 from fabricamp.errors import ConfigError
+from fabricamp.habits import habits
 from fabricamp.rng import seed_worker, seeds_workers
 
 if TYPE_CHECKING:
@@ -202,6 +203,16 @@ def draw_a_pass(loader: Loader) -> None:
     for leaf in leaves_of(loader):
         if isinstance(leaf, DataLoader):
             draw_seed(leaf)
+    try_loaders(loader)
+
+
+def try_loaders(loader: Loader) -> None:
+    """Begins a pass over each loader that is no DataLoader, and drops it, as Lightning does, in a program written for it."""
+    if not habits().loaders_are_tried:
+        return
+    for leaf in leaves_of(loader):
+        if not isinstance(leaf, DataLoader) and hasattr(leaf, "__iter__"):
+            iter(leaf)
 
 
 def _plain_sampler(loader: Loader) -> RandomSampler | SequentialSampler | None:
@@ -275,7 +286,9 @@ def _train_sampler(
     # The largest number of samples requested but not yet in a step: those of the workers and of prefetched batches.
     batches_ahead = at_once + MOST_AHEAD + loader.num_workers * (loader.prefetch_factor or 0)
     window = (loader.batch_size or 1) * batches_ahead
-    drawn = DrawnOrder(sampler, window=window, from_first=from_first, is_first=rank == 0)
+    # Workers ask for indices ahead, and so for those behind the last: also in Lightning.
+    to_end = loader.num_workers > 0 or not habits().loaders_end_at_their_last_batch
+    drawn = DrawnOrder(sampler, window=window, from_first=from_first, is_first=rank == 0, reads_to_end=to_end)
     # A sampler with replacement, or of another number of samples, has no counterpart in DistributedSampler.
     seeded = [SeededOrder(size, shuffle=True, seed=seed)] if drawn.once else []
     if world_size == 1:

@@ -40,6 +40,7 @@ class SeededOrder:
 
     draws: Sequence[Draw] = ()
     together = False
+    reads_to_end = True
 
     def __init__(self, size: int, *, shuffle: bool, seed: int) -> None:
         self.rule = SEEDED if shuffle else IN_ORDER
@@ -84,6 +85,9 @@ class DrawnOrder:
     If several ranks share the order, ``from_first`` returns the first rank's value on every rank.  All ranks draw from the state of
     the first rank's generator.  That generator advances as in a single process; the generators of the other ranks are restored.
     :meth:`draw_apart` draws passes one after the other from a separate state that all ranks have.
+
+    ``reads_to_end``: a pass asks torch's sampler what follows its last sample, which draws once more from its own generator, as in
+    a plain loop; without it, a pass ends at its last sample.
     """
 
     rule = DRAWN
@@ -95,8 +99,10 @@ class DrawnOrder:
         window: int = 0,
         from_first: Callable[[Tensor], Tensor] | None = None,
         is_first: bool = True,
+        reads_to_end: bool = True,
     ) -> None:
         self.size = len(sampler)
+        self.reads_to_end = reads_to_end
         self.generator: Generator | None = sampler.generator
         self.draws: list[Draw] = []
         self.together = False
@@ -135,7 +141,7 @@ class DrawnOrder:
         is_resumed = bool(self._entered)
         try:
             generator.set_state(self._common_state(before))
-            samples = torch.tensor(list(self._drawn_on_its_device()), dtype=torch.int64, device="cpu")
+            samples = torch.tensor(self._drawn_at_once(), dtype=torch.int64, device="cpu")
             if self._apart is not None:
                 self._apart = generator.get_state()
             elif self._is_first and not is_resumed:  # a resumed pass consumed its random numbers when it began
@@ -170,6 +176,7 @@ class DrawnOrder:
         """Returns the state with which another process can continue in this order."""
         return {
             "rule": self.rule,
+            "reads_to_end": self.reads_to_end,
             "separate": self._apart is not None,
             "state": self._generator.get_state() if self._apart is None else self._apart,
         }
@@ -180,11 +187,12 @@ class DrawnOrder:
         The run restores the generator with all others.  If a single process drew the pass and several ranks resume it, the draws
         that it would have made by the end of the pass are made here, if the generator is the sampler's own.
         """
+        self.reads_to_end = bool(state.get("reads_to_end", True))  # the rule with which the run began
         self._apart = state["state"].cpu() if state["separate"] else None
         own = self.generator is not None and self.generator is not torch.default_generator
         if self._apart is None and self._from_first is not None and own and draws:
             self._entered = list(draws)
-            list(self._drawn_on_its_device())
+            self._drawn_at_once()
 
     @property
     def _generator(self) -> Generator:
@@ -205,8 +213,12 @@ class DrawnOrder:
         device = self._generator.device
         if torch.get_default_device().type == device.type:
             return self._drawn()
-        with device:
-            return iter(list(self._drawn()))
+        return iter(self._drawn_at_once())
+
+    def _drawn_at_once(self) -> list[int]:
+        with self._generator.device:
+            drawn = self._drawn()
+            return list(drawn if self.reads_to_end else itertools.islice(drawn, self.size))
 
     def _drawn(self) -> Iterator[int]:
         to_repeat = self._entered
@@ -245,6 +257,7 @@ class GivenOrder:
 
     rule = GIVEN
     draws: Sequence[Draw] = ()
+    reads_to_end = True
 
     def __init__(self, sampler: Iterable[Any], *, from_first: Callable[[Any], Any], is_first: bool) -> None:
         self.together = False

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import logging
 import math
 import warnings
@@ -47,6 +46,8 @@ from fabricamp.rng import capture_rng, isolate_rng, restore_rng
 _LOG = logging.getLogger("fabricamp")
 _TOLD: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
 _LOOKED_BEHIND: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
+
+_END = object()
 
 BEGUN = "begun"
 """Key of a position with 0 batches: the pass has begun, its order is drawn, and its first batch is out but not done."""
@@ -385,8 +386,14 @@ def begin_stream(loader: Loader, position: StateDict, *, again: bool, ends: bool
 
 
 def without_first(batches: Iterator[Batch], unread: int) -> Iterator[Batch]:
-    """Reads and drops the first ``unread`` of ``batches``; returns ``batches``."""
-    next(itertools.islice(batches, unread, unread), None)
+    """Reads and drops the first ``unread`` of ``batches``; returns ``batches``.
+
+    Without ``iter(batches)``, as everywhere in a pass: the iterator of a loader of the user's may be the loader, which then starts
+    anew.
+    """
+    for _ in range(unread):
+        if next(batches, _END) is _END:
+            break
     return batches
 
 

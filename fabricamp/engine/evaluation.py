@@ -227,12 +227,13 @@ def gather_predictions(predictions: list[list[list[Output]]], strategy: Strategy
     return loaders[0] if len(loaders) == 1 else loaders
 
 
-def print_results(kind: str, results: list[dict[str, float]]) -> None:
+def print_results(results: list[dict[str, float]], stage: str) -> None:
     """Prints the logged values as a table, one column per loader; logs it line by line if stdout is not a screen."""
     from rich import get_console
     from rich.console import Console
     from rich.table import Table
 
+    kind = "validation" if stage == TrainerFn.VALIDATING else stage
     columns = [kind] if len(results) == 1 else [f"loader {index}" for index in range(len(results))]
     table = Table("metric", *columns)
     for name in sorted({name for result in results for name in result}):

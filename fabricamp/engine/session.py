@@ -32,7 +32,7 @@ from fabricamp.engine.checks.monitors import MonitorLook
 from fabricamp.engine.checks.optimizer_states import StateLook, check_states, keeps_others
 from fabricamp.engine.checks.sharding_checks import check_saving, shard_module
 from fabricamp.engine.compiled import Compilation
-from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions, print_results
+from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions
 from fabricamp.engine.graph.graphs import Graphs
 from fabricamp.engine.graph.refusals import graph_refusal, group_refusal, refused
 from fabricamp.engine.graph.update import ONE_BACKWARD
@@ -613,7 +613,7 @@ class Session(RunParts):
             return gather_predictions(self.strategy.all_gather_object(outputs), self.strategy) if keep else None
         results = self.metrics.evaluation_results(len(feeds))
         if verbose and self.trainer.is_global_zero:
-            print_results(kind, results)
+            self.trainer.print_results(results, self.fn.value)
         return results
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------------

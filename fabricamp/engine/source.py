@@ -27,6 +27,7 @@ from fabricamp.data import (
     look_for_doubles,
     most_batches,
     release_workers,
+    try_loaders,
     wire_loader,
 )
 from fabricamp.data.transfer import move_to_device
@@ -119,7 +120,9 @@ class DataSource:
             if loader is None:
                 raise ConfigError(f"there is nothing to train on: {self.what_to_write('train', 'train_dataloaders')}")
             self._unwired_train_loader = loader
-            loader = self._wire(combine(loader), train=True)
+            loader = combine(loader)
+            try_loaders(loader)
+            loader = self._wire(loader, train=True)
             length = loader_length(loader, "train_dataloaders")
             limit = self._settings.limit_train_batches
             sure = limit_batches(length, limit, "limit_train_batches")
@@ -208,7 +211,9 @@ class DataSource:
         """Returns the evaluation loaders as a list, and in their original collection."""
         if loaders is None or (isinstance(loaders, dict | list | tuple) and not loaders):  # none, as in Lightning
             return [], None
-        wired = self._wire(combine(loaders, "sequential"), train=False, in_batches=in_batches)
+        loader: Loader = combine(loaders, "sequential")
+        try_loaders(loader)
+        wired = self._wire(loader, train=False, in_batches=in_batches)
         if not isinstance(wired, CombinedLoader):
             return [wired], wired
         if wired.mode == "sequential":

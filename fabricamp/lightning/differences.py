@@ -17,7 +17,7 @@ from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.callbacks.stochastic_weight_avg import StochasticWeightAveraging
 from fabricamp.callbacks.weight_averaging import WeightAveraging
 from fabricamp.data import leaves_of
-from fabricamp.data.position import generators_of
+from fabricamp.data.position import generators_of, own_sampler
 from fabricamp.habits import say_difference
 from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
@@ -104,10 +104,11 @@ def _of_counts(optimizers: int, max_steps: int) -> str:
 
 def _of_data(train_loader: Loader) -> Iterator[str]:
     loaders = [one for one in leaves_of(train_loader) if isinstance(one, DataLoader)]
-    if generators_of([one for one in loaders if not one.num_workers]):
+    apart = [one for one in loaders if not one.num_workers and generators_of([one])]
+    if any((sampler := own_sampler(one)) is not None and sampler.order.reads_to_end for one in apart):
         yield (
-            "a loader's or sampler's generator gives the orders of a plain loop over the loader; Lightning draws one pass more "
-            "after the first epoch"
+            "a loader's or sampler's generator draws once more at the end of each epoch, as in a plain loop over the loader and as "
+            "where this run began; in Lightning it does not"
         )
     if seeds_workers() and any(one.num_workers for one in loaders):
         yield "workers have other random numbers in each epoch and loader; in Lightning torch's are the same in each"

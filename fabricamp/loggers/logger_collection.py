@@ -151,4 +151,5 @@ def log_values(state: RunState, delivery: LoggerCollection, values: Mapping[str,
     if "step" in values:
         delivery.log_metrics(others, int(values["step"]))
     else:
-        delivery.log_metrics({"epoch": state.epoch, **others}, state.logger_step(step))
+        others.setdefault("epoch", state.epoch)  # the last, where the program logs none
+        delivery.log_metrics(others, state.logger_step(step))

@@ -79,6 +79,8 @@ class RunFolderLogger(Logger, Generic[Content, Position]):
         self._claimed = False
         self._prefix = prefix
         self._hyperparameters: dict[str, Any] = {}
+        self._hyperparameters_text = ""
+        """What the file of hyper-parameters says."""
         self._begin_anew()
 
     @property
@@ -164,10 +166,13 @@ class RunFolderLogger(Logger, Generic[Content, Position]):
             return
         with contextlib.suppress(OSError):  # the thread, which writes the file, reports it
             self.folder.mkdir(parents=True, exist_ok=True)
-        if self._hyperparameters and added.items() <= self._hyperparameters.items():
-            return
         self._hyperparameters |= added
-        self._write_hyperparameters()
+        yaml: Any = importlib.import_module("yaml")
+        # Compared as text: values themselves may be arrays, which have no == with one answer.
+        text = yaml.safe_dump(showable(self._hyperparameters), sort_keys=False, allow_unicode=True)
+        if text != self._hyperparameters_text:
+            self._hyperparameters_text = text
+            self._write_hyperparameters(text)
 
     def save(self) -> None:
         """Lets the thread write the records in memory; waits for at most 30 seconds."""
@@ -218,9 +223,7 @@ class RunFolderLogger(Logger, Generic[Content, Position]):
             self._look, self._append, self.MOST_WAITING, lambda: self.folder, records
         )
 
-    def _write_hyperparameters(self) -> None:
-        yaml: Any = importlib.import_module("yaml")
-        text = yaml.safe_dump(showable(self._hyperparameters), sort_keys=False, allow_unicode=True)
+    def _write_hyperparameters(self, text: str) -> None:
         folder = self.folder
         private = self.private
 

@@ -116,10 +116,11 @@ class TensorBoardLogger(RunFolderLogger["WrittenEvent | Scalars", "FilePosition"
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Shows the hyper-parameters on TensorBoard's HPARAMS page, with ``metrics`` as columns beside them."""
-        before = dict(self._hyperparameters)
+        before = self._hyperparameters_text
         super().log_hyperparams(params, metrics)
         # A fit logs those of the module first: metrics that a program then gives with them are new.
-        if (self._hyperparameters == before and not metrics) or self._goes_on:
+        is_new = bool(self._hyperparameters) and self._hyperparameters_text != before
+        if not (is_new or metrics) or self._goes_on:
             return
         if metrics is None:
             metrics = {"hp_metric": -1.0} if self._default_hp_metric else {}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
+from fabricamp.engine.evaluation import print_results
+
 if TYPE_CHECKING:
     from fabricamp.engine.report.prediction_record import PredictionRecord
     from fabricamp.trainer.properties import TrainerProperties
@@ -177,6 +179,11 @@ class EvaluationLoop(_Loop):
     def num_dataloaders(self) -> int:
         """The number of loaders."""
         return len(self.max_batches)
+
+    @staticmethod
+    def _print_results(results: list[dict[str, float]], stage: str) -> None:
+        """Prints a table of what the run returned; a program written for Lightning may override it."""
+        print_results(results, stage)
 
 
 class PredictionLoop(EvaluationLoop):

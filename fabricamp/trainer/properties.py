@@ -10,6 +10,7 @@ from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.callbacks.progress_bar import ProgressBar
 from fabricamp.engine.logger_setup import first_with_folder
 from fabricamp.errors import ConfigError, NotCapturableError
+from fabricamp.habits import habits
 from fabricamp.hooks import overrides
 from fabricamp.launch.devices import Accelerator, accelerator_of
 from fabricamp.loggers.run_folder import writes
@@ -161,9 +162,13 @@ class TrainerProperties(TrainerLimits):
         return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
 
     @property
-    def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """The first :class:`ModelCheckpoint`."""
-        return next((one for one in self.checkpoint_callbacks if isinstance(one, ModelCheckpoint)), None)
+    def checkpoint_callback(self) -> Any:
+        """The first :class:`ModelCheckpoint`, or else the first :class:`Checkpoint`; None if there is neither."""
+        found = self.checkpoint_callbacks
+        first = next(iter(found), None)
+        if habits().first_checkpoint_callback_counts:
+            return first
+        return next((one for one in found if isinstance(one, ModelCheckpoint)), first)
 
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:
@@ -318,12 +323,31 @@ class TrainerProperties(TrainerLimits):
     @property
     def validate_loop(self) -> EvaluationLoop:
         """The numbers of validation batches and loaders."""
-        return EvaluationLoop(self, "val")
+        own: EvaluationLoop | None = vars(self).get("validate_loop")
+        return EvaluationLoop(self, "val") if own is None else own
+
+    @validate_loop.setter
+    def validate_loop(self, loop: EvaluationLoop) -> None:
+        self._take_loop("validate_loop", loop)
 
     @property
     def test_loop(self) -> EvaluationLoop:
         """The numbers of test batches and loaders."""
-        return EvaluationLoop(self, "test")
+        own: EvaluationLoop | None = vars(self).get("test_loop")
+        return EvaluationLoop(self, "test") if own is None else own
+
+    @test_loop.setter
+    def test_loop(self, loop: EvaluationLoop) -> None:
+        self._take_loop("test_loop", loop)
+
+    def _take_loop(self, name: str, loop: object) -> None:
+        """Takes a loop of a program that derives from Lightning's, to print results in its own way."""
+        if not isinstance(loop, EvaluationLoop):
+            raise ConfigError(
+                f"trainer.{name} shows numbers and is not what runs, so {type(loop).__name__} cannot take its place; for a table "
+                "of your own override Trainer.print_results(results, stage)"
+            )
+        vars(self)[name] = loop
 
     @property
     def predict_loop(self) -> PredictionLoop:

@@ -19,7 +19,7 @@ from fabricamp.engine.workers import run_on_first, start_workers
 from fabricamp.errors import CheckpointError, NothingToSaveError
 from fabricamp.precision import precision_from
 from fabricamp.profilers.base import profiler_from
-from fabricamp.state import RunState, TrainerFn
+from fabricamp.state import RunningStage, RunState, TrainerFn
 from fabricamp.strategies import strategy_from
 from fabricamp.strategies.base import Environment
 from fabricamp.strategies.capabilities import check_class
@@ -501,6 +501,14 @@ class Trainer(TrainerProperties):
     def forward_train_batches(self) -> None:
         """Runs ``training_step`` on each batch of an epoch, without updates and logs; call it in hooks such as ``on_train_end``."""
         forward_train_batches(self._opened)
+
+    def print_results(self, results: list[dict[str, float]], stage: str) -> None:
+        """Shows what ``validate`` or ``test`` returns, one dict per loader, as a table; override it to show it in another way.
+
+        ``stage`` is "validate" or "test".  Called on rank 0, unless ``verbose=False`` was given.
+        """
+        loop = self.validate_loop if stage == RunningStage.VALIDATING else self.test_loop
+        loop._print_results(results, stage)
 
     def print(self, *args: Any, **options: Any) -> None:
         """Prints once, not once per process."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError, NonFiniteError
+from fabricamp.habits import habits
 from fabricamp.tuner.trials import leaving_no_trace, train
 
 if TYPE_CHECKING:
@@ -157,7 +158,10 @@ def _drawn(values: Sequence[float], *, marked: int | None) -> list[str]:
 
 def lr_find(trainer: Trainer, options: LearningRateFinder, module: TrainingModule, source: GivenData) -> LRFinder:
     """Runs the search on this process and the other ranks, restores the module, and returns the result."""
-    sweep = _Sweep(_rates(options), options.early_stop_threshold)
+    rates = _rates(options)
+    if not module.automatic_optimization and habits().manual_steps_keep_the_first_rate:
+        rates = rates[:1] * len(rates)
+    sweep = _Sweep(rates, options.early_stop_threshold)
 
     def prepare(parts: RunParts) -> None:
         _check_optimizers(parts.module, parts.optimizers)
@@ -184,11 +188,6 @@ def _rates(options: LearningRateFinder) -> list[float]:
 def _check_optimizers(module: TrainingModule, optimizers: Sequence[Optimizer]) -> None:
     name = type(module).__name__
     count = len(optimizers)
-    if not module.automatic_optimization:
-        raise ConfigError(
-            f"lr_find sets the rate of the steps that the Trainer makes, but {name} has automatic_optimization=False; try a few "
-            "rates in fits of a few steps each"
-        )
     if count != 1:
         raise ConfigError(
             f"lr_find takes one optimizer, but configure_optimizers of {name} returned {count}; return one, with a parameter "
@@ -230,8 +229,9 @@ class _Sweep(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
-        if outputs:
-            self._losses_of_step.append(outputs["loss"].float())
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor):
+            self._losses_of_step.append(loss.detach().float())
         if trainer.global_step == len(self.losses):  # the accumulation is not finished
             return
         if not self._losses_of_step:  # training_step returned None: this rate has no loss and cannot be suggested

@@ -130,7 +130,7 @@ def test_a_checkpoint_callback_of_ones_own_takes_the_place_of_the_default_one(tm
     trainer = quiet_trainer(max_steps=2, enable_checkpointing=True, callbacks=[own, other], default_root_dir=tmp_path)
     trainer.fit(Classifier(), loader())
     assert trainer.checkpoint_callbacks == [own]
-    assert trainer.checkpoint_callback is None
+    assert trainer.checkpoint_callback is own
     assert trainer.callbacks[-1] is own  # after the callbacks that it saves the state of
     assert names(tmp_path) == ["own.ckpt"]
     for word in ("last", "best"):

@@ -460,3 +460,61 @@ def test_a_pass_without_a_batch_over_streams_that_are_at_their_end_can_be_saved(
     resumed = Feed(CombinedLoader([Countdown(0), Countdown(0)], mode))
     resumed.load_state_dict(state)
     assert list(resumed) == []
+
+
+class Restarts:
+    """A loader that starts anew at each ``iter()``, which returns the loader itself; ``begun`` counts these calls."""
+
+    def __init__(self, size=6):
+        self.size, self.begun = size, 0
+
+    def __iter__(self):
+        self.begun += 1
+        self.at = 0
+        return self
+
+    def __next__(self):
+        if self.at == self.size:
+            raise StopIteration
+        self.at += 1
+        return self.at
+
+
+class SizedRestarts(Restarts):
+    def __len__(self):
+        return self.size
+
+
+@pytest.mark.parametrize("behind", [0, 2])
+@pytest.mark.parametrize("reach", [0, 1], ids=["evaluation", "training"])
+@pytest.mark.parametrize("limit", [math.inf, 4])
+@pytest.mark.parametrize("kind", [Restarts, SizedRestarts])
+def test_a_loader_is_asked_for_an_iterator_once_a_pass(kind, limit, reach, behind):
+    own = kind()
+    feed = Feed(own, limit=limit, reach=reach)
+    expected = [1, 2, 3, 4, 5, 6][: min(limit, 6)]
+    for number in (1, 2):
+        assert [*feed.starting_at(behind)] == expected[behind:]
+        assert own.begun == number
+
+
+@pytest.mark.parametrize("kind", [Restarts, SizedRestarts])
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "sequential"])
+def test_combined_loaders_are_asked_so_too(kind, mode):
+    members = [kind(3), kind(3)]
+    feed = Feed(CombinedLoader(members, mode))
+    for number in (1, 2):
+        assert len([*feed]) == (6 if mode == "sequential" else 3)
+        assert [one.begun for one in members] == [number, number]
+
+
+@pytest.mark.parametrize("kind", [Restarts, SizedRestarts])
+def test_a_resumed_pass_asks_once_too(kind):
+    first = Feed(kind())
+    batches = iter(first)
+    read = [next(batches), next(batches)]
+    own = kind()
+    again = Feed(own)
+    behind = again.load_state_dict(first.state_dict(2))
+    assert [*read, *again.starting_at(behind)] == [1, 2, 3, 4, 5, 6]
+    assert own.begun == 1

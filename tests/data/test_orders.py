@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, SequentialSampler
 
+from fabricamp import habits
 from fabricamp.data import Feed, set_epoch, wire_loader
 from fabricamp.rng import isolate_rng
 
@@ -312,3 +313,54 @@ def test_a_default_device_does_not_draw():
         sampler = wired(make()).sampler
         with torch.device("meta"):
             assert list(sampler) == expected
+
+
+@pytest.mark.parametrize("cut", [(0, 4), (1, 2), (1, 4)])
+@pytest.mark.parametrize("began", [habits.NATIVE, habits.LIGHTNING], ids=["natively", "for Lightning"])
+def test_a_resumed_run_keeps_the_rule_of_the_run_that_it_goes_on_from(began, cut, monkeypatch):
+    kind = {"own": "loader", "batch": 12}
+    with isolate_rng():
+        monkeypatch.setattr(habits, "_present", began)
+        loader, straight = wired(make(**kind)), []
+        by_feed(Feed(loader), loader, straight, EPOCHS, step=float)
+        loader, found = wired(make(**kind)), []
+        state = by_feed(Feed(loader), loader, found, EPOCHS, cut=cut, step=float)
+        monkeypatch.setattr(habits, "_present", habits.NATIVE if began is habits.LIGHTNING else habits.LIGHTNING)
+        loader = wired(make(**kind))
+        feed = Feed(loader)
+        behind = feed.load_state_dict(state)
+        by_feed(feed, loader, found, EPOCHS, first=cut[0], behind=behind, step=float)
+        assert found == straight
+        own = by_feed(Feed(wired(make(**kind))), loader, [], EPOCHS, cut=(0, 1), step=float)
+        assert own["orders"][0]["reads_to_end"] != state["orders"][0]["reads_to_end"]
+
+
+def test_a_file_that_says_no_rule_has_the_native_one(monkeypatch):
+    kind = {"own": "loader", "batch": 23}
+    with isolate_rng():
+        loader = wired(make(**kind))
+        state = by_feed(Feed(loader), loader, [], EPOCHS, cut=(0, 2), step=float)
+        del state["orders"][0]["reads_to_end"]
+        monkeypatch.setattr(habits, "_present", habits.LIGHTNING)
+        loader = wired(make(**kind))
+        assert not loader.sampler.order.reads_to_end
+        Feed(loader).load_state_dict(state)
+        assert loader.sampler.order.reads_to_end
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["whole batches", "the sampler's generator", "replacement and a generator", "fewer samples", "more samples"],
+)
+def test_for_lightning_a_pass_without_workers_ends_at_its_last_batch(kind, monkeypatch):
+    """As a loop that does not ask for what follows the last batch."""
+    options = LOADERS[kind]
+    loader, expected = make(**options), []
+    for _ in range(EPOCHS):
+        batches = iter(loader)
+        expected += [next(batches).tolist() for _ in range(len(loader))]
+    monkeypatch.setattr(habits, "_present", habits.LIGHTNING)
+    loader, found = wired(make(**options)), []
+    with isolate_rng():
+        by_feed(Feed(loader), loader, found, EPOCHS, step=float)
+    assert [batch for place, batch, _ in found if place != VALIDATION] == expected

@@ -797,6 +797,271 @@ def t06_a_stop_within_an_epoch():
         return seen, [sorted(values.items()) for values in csv.DictReader(file)]
 
 
+# -- what libraries met: rows r
+
+
+class Seen(Model):
+    """Notes what each training step gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        whole = batch if isinstance(batch, dict) else {"": batch}
+        self.seen += [part.tolist() for part in whole.values()]
+        return self.layer.weight.sum()
+
+    def validation_step(self, batch, batch_idx):
+        self.seen.append(("v", batch.tolist()))
+
+    test_step = predict_step = validation_step
+
+
+class Drawn:
+    """Draws an order in ``__iter__``, which returns the loader itself, as loaders of tensors that are written by hand do."""
+
+    sized = True
+    shuffles = True
+
+    def __init__(self, n=6):
+        self.n, self.begun = n, 0
+
+    def __iter__(self):
+        self.begun += 1
+        self.order = torch.randperm(self.n) if self.shuffles else torch.arange(self.n)
+        self.at = 0
+        return self
+
+    def __next__(self):
+        if self.at >= self.n:
+            raise StopIteration
+        self.at += 2
+        return self.order[self.at - 2 : self.at]
+
+
+class SizedDrawn(Drawn):
+    def __len__(self):
+        return self.n // 2
+
+
+class InOrder(SizedDrawn):
+    shuffles = False
+
+
+class Yields(SizedDrawn):
+    def __iter__(self):
+        self.begun += 1
+        order = torch.randperm(self.n)
+        for at in range(0, self.n, 2):
+            yield order[at : at + 2]
+
+
+def generator(seed=3):
+    return torch.Generator().manual_seed(seed)
+
+
+def shuffled(seeded=None, **more):
+    return DataLoader(torch.arange(6.0), 2, shuffle=True, generator=seeded, **more)
+
+
+def orders(train, val=None, fits=1, **more):
+    """Returns what the steps get, how often ``iter()`` was called, and the random number after it."""
+    pl.seed_everything(7)
+    module = Seen()
+    t = trainer(**{"max_epochs": 2, **more})
+    for number in range(fits):
+        t.fit_loop.max_epochs = 2 + number
+        t.fit(module, train, val)
+    parts = [*(train.values() if isinstance(train, dict) else [train]), val]
+    return module.seen, [getattr(one, "begun", None) for one in parts], round(torch.rand(1).item(), 5)
+
+
+@row
+def r1_the_generator_of_a_loader():
+    both = generator()
+    sampler = torch.utils.data.RandomSampler(range(6), replacement=True, num_samples=6, generator=generator())
+    return [
+        orders(shuffled(generator()), max_epochs=3),
+        orders(shuffled(generator()), limit_train_batches=2),
+        orders(shuffled(both), DataLoader(torch.arange(4.0), 2, generator=both)),
+        orders(shuffled(generator()), shuffled(generator(4))),
+        orders(DataLoader(torch.arange(6.0), 2, sampler=sampler)),
+        orders(
+            {"a": shuffled(generator()), "b": DataLoader(torch.arange(4.0), 2, shuffle=True, generator=generator(5))}
+        ),
+        orders(shuffled(generator()), fits=2),
+    ]
+
+
+@row
+def r2_a_loader_that_draws_in_iter_and_returns_itself():
+    return [
+        orders(SizedDrawn()),
+        orders(Drawn()),
+        orders(SizedDrawn(), InOrder()),
+        orders(SizedDrawn(), SizedDrawn(4)),
+        orders(Drawn(), Drawn(4)),
+        orders(SizedDrawn(), limit_train_batches=2),
+        orders(Drawn(), limit_train_batches=2),
+        orders({"a": SizedDrawn(), "b": SizedDrawn(4)}),
+        orders(Yields(), Yields(4)),
+        orders(SizedDrawn(), InOrder(), fits=2),
+        orders(SizedDrawn(), InOrder(), num_sanity_val_steps=0),
+    ]
+
+
+@row
+def r2_such_a_loader_in_an_evaluation():
+    pl.seed_everything(7)
+    found = []
+    for name in ("validate", "test", "predict"):
+        module, own = Seen(), SizedDrawn()
+        getattr(trainer(), name)(module, own)
+        found.append((module.seen, own.begun))
+    return found, round(torch.rand(1).item(), 5)
+
+
+@row
+def r2_such_a_loader_that_is_made_anew():
+    made = []
+
+    class Own(Seen):
+        def train_dataloader(self):
+            made.append(SizedDrawn())
+            return made[-1]
+
+    pl.seed_everything(7)
+    trainer(max_epochs=3, reload_dataloaders_every_n_epochs=2).fit(Own())
+    return [one.begun for one in made]
+
+
+@row
+def r3_a_leftover_hook_of_another_run():
+    class Own(Model):
+        def test_epoch_end(self, outputs):
+            pass
+
+    module = Own()
+    trainer().fit(module, loader())
+    trainer().validate(module, loader(), verbose=False)
+    try:
+        trainer().test(module, loader(), verbose=False)
+    except Exception:
+        return "only test is refused"
+
+
+@row
+def r4_arrays_among_hyper_parameters_twice():
+    import numpy as np
+
+    class Own(Model):
+        def __init__(self, weights, names):
+            super().__init__()
+            self.save_hyperparameters()
+
+    place = tempfile.mkdtemp()
+    t = trainer(logger=[CSVLogger(place), TensorBoardLogger(place)])
+    values = {"a": np.ones(3), "b": [torch.ones(2), {"c": np.float32(1)}]}
+    module = Own(np.arange(4.0), values)
+    t.fit(module, loader())
+    t.test(module, loader(), verbose=False)
+    for logger in t.loggers:
+        logger.log_hyperparams({"weights": np.arange(4.0), "more": np.zeros((2, 2))})
+    return "ok"
+
+
+@row
+def r5_the_checkpoint_callback_of_another_class():
+    class Compound(pl.callbacks.Checkpoint):
+        pass
+
+    own, models = Compound(), ModelCheckpoint(tempfile.mkdtemp())
+    both = trainer(enable_checkpointing=True, callbacks=[own, models])
+    return trainer(
+        enable_checkpointing=True, callbacks=[own]
+    ).checkpoint_callback is own, both.checkpoint_callback is own
+
+
+@row
+def r6_a_loop_that_prints_results_in_its_own_way():
+    from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+    from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+
+    printed = []
+
+    class Loop(_EvaluationLoop):
+        @staticmethod
+        def _print_results(results, stage):
+            printed.append((stage, [sorted(one) for one in results]))
+
+    class Own(pl.Trainer):
+        def __init__(self, **more):
+            super().__init__(**more)
+            self.test_loop = Loop(self, TrainerFn.TESTING, RunningStage.TESTING, inference_mode=True)
+            self.validate_loop = Loop(self, TrainerFn.VALIDATING, RunningStage.VALIDATING, inference_mode=False)
+
+    t = Own(accelerator="cpu", logger=False, enable_progress_bar=False)
+    t.test(Model(), loader())
+    t.validate(Model(), loader())
+    t.test(Model(), loader(), verbose=False)
+    return printed
+
+
+@row
+def r7_the_order_of_logged_keys():
+    class Keeps(pl.loggers.logger.Logger):
+        name, version = "keeps", 0
+
+        def log_metrics(self, metrics, step=None):
+            logged.append((list(metrics), step))
+
+        def log_hyperparams(self, *_, **__):
+            pass
+
+    class Own(Model):
+        def training_step(self, batch, batch_idx):
+            self.log("z", 1.0, on_step=True, on_epoch=True)
+            self.log("a", 1.0)
+            return super().training_step(batch, batch_idx)
+
+    logged = []
+    trainer(logger=Keeps(), log_every_n_steps=1).fit(Own(), loader(), loader())
+    return logged
+
+
+class ManualLr(Manual):
+    returns = True
+
+    def __init__(self):
+        super().__init__()
+        self.lr = 0.1
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).pow(2).mean()
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+        return loss if self.returns else None
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+
+@row
+def r8_lr_find_with_steps_by_hand():
+    found = []
+    for returns in (True, False):
+        pl.seed_everything(1)
+        module = ManualLr()
+        module.returns = returns
+        options = {"num_training": 16, "min_lr": 1e-9, "max_lr": 1e-3, "early_stop_threshold": None}
+        finder = Tuner(trainer()).lr_find(module, loader(64), **options)
+        losses = [round(one, 4) for one in finder.results["loss"]]
+        found.append((finder.results["lr"], losses, finder.suggestion(), module.lr))
+    return found
+
+
 def late(*_):
     raise TimeoutError("hangs")
 

@@ -176,10 +176,6 @@ class Frozen(Classifier):
         return torch.optim.SGD(filter(lambda parameter: parameter.requires_grad, self.parameters()), 0.1)
 
 
-def with_generator():
-    return DataLoader(data(8), batch_size=4, shuffle=True, generator=torch.Generator())
-
-
 def used():
     module = Alternating()
     module.net(torch.ones(1, 8)).sum().backward()
@@ -195,7 +191,6 @@ RUNS = {
     "gradients before": (used, {}, "gradients from before fit are cleared"),
     "overfit": (Classifier, {"overfit_batches": 1}, "overfit_batches validates on the batches that it trains on"),
     "bf16-true": (Classifier, {"precision": "bf16-true"}, "bf16-true: after the run the module is fp32 again"),
-    "generator": (Classifier, {"train": with_generator()}, "generator gives the orders of a plain loop"),
     "workers": (Classifier, {"train": DataLoader(data(8), 4, num_workers=1)}, "workers have other random numbers"),
     "on_step": (Looking, {}, "on_step=True in an evaluation logs the last batch's value"),
     "average, late": (
@@ -277,6 +272,19 @@ def test_a_test_of_a_checkpoint(for_lightning, caplog, tmp_path):
     assert "ModelCheckpoint keeps the paths and scores of this training" not in caplog.text
     trainer.test(Classifier(), loader(4), ckpt_path=callback.best_model_path)
     assert "ModelCheckpoint keeps the paths and scores of this training" in caplog.text
+
+
+def test_a_resumed_run_whose_loader_draws_at_the_end_of_each_epoch(for_lightning, monkeypatch, caplog, tmp_path):
+    train = DataLoader(data(8), batch_size=4, shuffle=True, generator=torch.Generator())
+    words = "generator draws once more at the end of each epoch"
+    for began, says in ((habits.LIGHTNING, False), (habits.NATIVE, True)):
+        monkeypatch.setattr(habits, "_present", began)
+        trainer = fit(train=train)
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        assert words not in caplog.text
+        monkeypatch.setattr(habits, "_present", habits.LIGHTNING)
+        fit(train=train, max_epochs=2, ckpt_path=tmp_path / "a.ckpt")
+        assert (words in caplog.text) is says
 
 
 def test_a_resumed_run(for_lightning, caplog, tmp_path):

@@ -14,9 +14,10 @@ from unittest import mock
 import pytest
 
 import fabricamp
-from fabricamp import habits
+from fabricamp import ConfigError, habits
 from fabricamp.lightning import names
 from tests.lightning.test_door import DOOR, run
+from tests.small import quiet_trainer
 
 TOPS = ("lightning", "lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
 
@@ -309,3 +310,16 @@ def test_every_form_of_import_runs_nothing_of_an_installed_lightning(tmp_path, m
     assert "ckpt_path" in lines[4]
     assert "precision" in lines[5]
     assert lines[6] == "16-mixed"
+
+
+def test_an_evaluation_loop_may_print_and_override_nothing_else(alias):
+    base = alias("lightning.pytorch.loops").evaluation_loop._EvaluationLoop
+    stages = alias("lightning.pytorch.trainer.states")
+
+    def loop(**members):
+        kind = type("Loop", (base,), {"_print_results": staticmethod(print), "of_its_own": print, **members})
+        return kind(quiet_trainer(), stages.TrainerFn.TESTING, stages.RunningStage.TESTING, inference_mode=False)
+
+    assert not loop().inference_mode
+    with pytest.raises(ConfigError, match=r"Loop overrides on_run_end, run of Lightning's evaluation loop"):
+        loop(run=print, on_run_end=print)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabricamp.errors import ConfigError
-from fabricamp.loggers import CSVLogger
+from fabricamp.loggers import CSVLogger, TensorBoardLogger
 from fabricamp.strategies import DDP
 from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer
@@ -161,3 +162,24 @@ def test_the_experiment_takes_what_lightnings_takes(tmp_path, monkeypatch):
     monkeypatch.delenv("RANK")
     logger.save()
     assert len((logger.folder / "metrics.csv").read_text().split()) == 2
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_hyper_parameters_that_have_no_equality_are_logged_again_where_they_changed(tmp_path, kind):
+    logger = kind(tmp_path, version="run")
+    file = logger.folder / "hparams.yaml"
+
+    def written(values):
+        file.unlink(missing_ok=True)
+        logger.log_hyperparams(values)
+        logger.save()
+        return file.exists()
+
+    values = {"array": np.ones(2), "tensors": [torch.ones(2), {"scalar": np.float32(1)}]}
+    assert written(values)
+    assert not written({"array": np.ones(2), "tensors": [torch.ones(2), {"scalar": np.float32(1)}]})
+    assert not written({"array": np.ones(2)})
+    assert written({"array": np.zeros(2)})
+    assert written({"frame": np.array([[float("nan")]])})
+    assert not written({"frame": np.array([[float("nan")]])})
+    logger.close()

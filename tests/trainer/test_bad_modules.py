@@ -26,10 +26,18 @@ def test_the_class_instead_of_an_instance():
         fit(Classifier)
 
 
-@pytest.mark.parametrize("name", ["training_epoch_end", "validation_epoch_end", "test_epoch_end"])
-def test_a_hook_that_nothing_calls_any_more(name):
-    with pytest.raises(ConfigError, match=f"Variant has {name}.*on_"):
-        fit(variant(**{name: lambda self, outputs: None}))
+@pytest.mark.parametrize(
+    ("name", "runs"),
+    [("training_epoch_end", ["fit"]), ("validation_epoch_end", ["fit", "validate"]), ("test_epoch_end", ["test"])],
+)
+def test_a_hook_that_nothing_calls_any_more_is_refused_by_the_runs_that_called_it(name, runs):
+    module = variant(**{name: lambda self, outputs: None})
+    for run in ("fit", "validate", "test"):
+        if run in runs:
+            with pytest.raises(ConfigError, match=f"Variant has {name}.*on_"):
+                getattr(quiet_trainer(max_steps=1), run)(module, loader(8))
+        else:
+            getattr(quiet_trainer(max_steps=1), run)(module, loader(8))
 
 
 def test_a_scheduler_of_an_optimizer_that_was_not_returned():

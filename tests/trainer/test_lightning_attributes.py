@@ -302,3 +302,27 @@ def test_the_trainer_of_a_module_can_be_set():
     module.trainer = other
     assert module.trainer is other
     assert module.optimizers().optimizer is trainer.optimizers[0]
+
+
+class OwnTable(Trainer):
+    def print_results(self, results, stage):
+        self.shown = [*getattr(self, "shown", ()), (stage, results)]
+
+
+def test_results_are_shown_by_a_method_that_a_subclass_overrides(caplog):
+    caplog.set_level("INFO")
+    trainer = OwnTable(**QUIET)
+    found = trainer.validate(Classifier(), loader(8))
+    tested = trainer.test(Classifier(), [loader(8), loader(8)])
+    trainer.test(Classifier(), loader(8), verbose=False)
+    assert trainer.shown == [("validate", found), ("test", tested)]
+    assert "metric" not in caplog.text
+    quiet_trainer().test(Classifier(), loader(8))
+    assert "metric" in caplog.text
+
+
+def test_the_loops_are_not_replaced():
+    trainer = quiet_trainer()
+    for name in ("validate_loop", "test_loop"):
+        with pytest.raises(ConfigError, match=rf"trainer.{name} shows numbers.*override Trainer.print_results"):
+            setattr(trainer, name, object())

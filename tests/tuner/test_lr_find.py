@@ -169,7 +169,7 @@ class NoOptimizer(Tried):
 @pytest.mark.parametrize(
     ("module", "options", "words"),
     [
-        (TwoOptimizers, {}, "automatic_optimization=False"),
+        (TwoOptimizers, {}, "configure_optimizers of TwoOptimizers returned 2"),
         (NoOptimizer, {}, "configure_optimizers of NoOptimizer returned 0"),
         (Tried, {"method": "validate"}, "only 'fit'"),
         (Tried, {"mode": "exponental"}, "did you mean 'exponential'"),

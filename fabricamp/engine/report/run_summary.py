@@ -209,7 +209,7 @@ def shown(path: str | Path | None) -> str:
 
 def best_checkpoint(trainer: Trainer) -> str:
     """Names the best checkpoint with its score, or the newest one if nothing is monitored."""
-    callback = trainer.checkpoint_callback
+    callback = next(iter(model_checkpoints(trainer)), None)
     if callback is None or not callback.best_model_path:
         return ""
     score = callback.best_model_score
