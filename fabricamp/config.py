@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from fabricamp._utils.files import replace_text
 from fabricamp._utils.masking import hidden
-from fabricamp.arguments.annotations import TARGET, fits, misfits
+from fabricamp.arguments.annotations import TARGET, fits, kinds_of, misfits, read_as
 from fabricamp.arguments.environment import FromEnvironment, exposes, references_alone, resolved, without_references
 from fabricamp.callbacks.base import Callback
 from fabricamp.data import DataModule
@@ -54,12 +54,21 @@ class Configuration(dict[str, Any]):
     """A configuration with its interpolations resolved; ``written`` is the form to save, with references to the environment.
 
     ``private``: ``written`` still holds a value from the environment, or a value whose name says that it is secret.
+    ``texts``: what stands for each value in the file, or in an override; :func:`check_config` reads it by the annotations.
     """
 
-    def __init__(self, content: Mapping[str, Any], written: Mapping[str, Any], *, private: bool = False) -> None:
+    def __init__(
+        self,
+        content: Mapping[str, Any],
+        written: Mapping[str, Any],
+        *,
+        private: bool = False,
+        texts: dict[str, Any] | None = None,
+    ) -> None:
         super().__init__(content)
         self.written = dict(written)
         self.private = private
+        self.texts = texts or {}
 
 
 class Parts(NamedTuple):
@@ -80,8 +89,10 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Configuration:
     from omegaconf.errors import OmegaConfBaseException
 
     content = _load(path)
+    texts = _texts_of(path.read_text(encoding="utf-8"))
     for override in overrides:
         _put(content, override)
+        _note_text(texts, override)
     try:
         values, written = resolved(content, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -99,11 +110,16 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Configuration:
         raise ConfigError(f"import_from={folders!r} has a folder that no path can name: {error}") from None
     private = any(isinstance(folder, FromEnvironment) for folder in values.get("import_from", []))
     private = private or hidden(written) != written
-    return Configuration({**values, "import_from": folders}, {**written, "import_from": folders}, private=private)
+    return Configuration(
+        {**values, "import_from": folders}, {**written, "import_from": folders}, private=private, texts=texts
+    )
 
 
 def check_config(content: Mapping[str, Any]) -> None:
-    """Raises :class:`ConfigError` for a key or class that does not exist, a missing argument or a wrong type; builds nothing."""
+    """Raises :class:`ConfigError` for a key or class that does not exist, a missing argument or a wrong type; builds nothing.
+
+    Numbers, flags and names in ``content`` become what the annotations of the arguments say.
+    """
     for key in content:
         if key not in SECTIONS:
             raise ConfigError(f"{key!r} is not a section of a configuration{_section_meant(key)}")
@@ -116,6 +132,8 @@ def check_config(content: Mapping[str, Any]) -> None:
     for folder in reversed(content.get("import_from", [])):
         if folder not in sys.path:
             sys.path.insert(0, folder)
+    if isinstance(content, Configuration) and "seed" in content:
+        _read_key(content, content.written, "seed", int | None, content.texts, content.texts)
     if not isinstance(content.get("seed"), int | None) or isinstance(content.get("seed"), bool):
         raise ConfigError(f"seed={content['seed']!r} is not a whole number; give one, or null")
     ckpt_path = content.get("ckpt_path")
@@ -123,9 +141,13 @@ def check_config(content: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"ckpt_path={ckpt_path!r} is not a path; give that of a checkpoint, or best, last, auto or null"
         )
-    _check_node(_trainer_section(content), "trainer")
-    _check_node(content["module"], "module", TrainingModule)
-    _check_node(content.get("data"), "data", DataModule)
+    section = _trainer_section(content)
+    reading = _Reading(content) if isinstance(content, Configuration) else None
+    _check_node(section, "trainer", reading=reading)
+    if content.get("trainer"):
+        content["trainer"].update({key: section[key] for key in content["trainer"]})
+    _check_node(content["module"], "module", TrainingModule, reading=reading)
+    _check_node(content.get("data"), "data", DataModule, reading=reading)
 
 
 def targets_of(content: Mapping[str, Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -277,6 +299,44 @@ def _put(content: Any, override: str) -> None:
         raise ConfigError(f"{_cut(override)!r} cannot be put in: {_reason(error)}") from None
 
 
+def _texts_of(text: str) -> Any:
+    """Returns the text of each value without quotes in a YAML document, in the document's mappings and lists; else None."""
+    yaml: Any = importlib.import_module("yaml")
+    return _texts(yaml.compose(text, Loader=yaml.SafeLoader))
+
+
+def _texts(node: Any) -> Any:
+    value = getattr(node, "value", None)
+    if isinstance(value, str):
+        return value if node.style is None else None
+    if node is None or not value or not isinstance(value[0], tuple):
+        return [_texts(one) for one in value or ()] if node is not None and node.id == "sequence" else {}
+    found: dict[str, Any] = {}
+    for key, one in value:
+        below = _texts(one)
+        if key.value == "<<" and key.style is None:  # a key of the mapping itself wins
+            for merged in below if isinstance(below, list) else [below]:
+                found = {**merged, **found}
+        elif isinstance(key.value, str):
+            found[key.value] = below
+    return found
+
+
+def _note_text(texts: dict[str, Any], override: str) -> None:
+    """Puts the text of a checked override in the place of those that were there."""
+    key, _, text = override.partition("=")
+    *way, last = key.split(".")
+    node: Any = texts
+    for word in way:
+        if isinstance(node, dict) and not isinstance(node.get(word), dict | list):
+            node[word] = {}
+        node = _below(node, word)
+    if isinstance(node, dict):
+        node[last] = _texts_of(text)
+    elif isinstance(node, list) and last.isdecimal() and int(last) < len(node):
+        node[int(last)] = _texts_of(text)
+
+
 def _parsed(text: str) -> Any:
     """Returns the value that ``text`` is in YAML."""
     from omegaconf import OmegaConf
@@ -339,7 +399,66 @@ def _section_meant(key: str) -> str:
     return meant("configuration", key) or f"{nearest(key, SECTIONS)} (known: {', '.join(SECTIONS)})"
 
 
-def _check_node(node: Any, where: str, kind: type | None = None) -> None:
+class _Reading:
+    """Reads the arguments of a configuration by the annotations of what they are given to."""
+
+    def __init__(self, content: Configuration) -> None:
+        self._texts = content.texts
+        self._written = content.written
+
+    def arguments(self, target: Callable[..., Any], node: dict[str, Any], where: str) -> None:
+        """Replaces values in ``node``, at the key ``where``, and in what is written to files."""
+        try:
+            kinds = kinds_of(target)
+        except ValueError:  # written in C, without a signature
+            return
+        texts: Any = self._texts
+        written: Any = self._written
+        for word in where.split("."):
+            texts = _below(_followed(texts, self._texts), word)
+            written = _below(written, word)
+        texts = _followed(texts, self._texts)
+        for key in node:
+            if key != TARGET:
+                _read_key(node, written, key, kinds.get(key, Any), texts, self._texts)
+
+
+def _below(node: Any, word: str) -> Any:
+    """Returns what is below ``node`` at a key or at an index; None if there is nothing."""
+    if isinstance(node, dict):
+        return node.get(word)
+    return node[int(word)] if isinstance(node, list) and word.isdecimal() and int(word) < len(node) else None
+
+
+def _read_key(node: Any, written: Any, key: Any, kind: Any, texts: Any, root: dict[str, Any]) -> None:
+    """Reads one argument by its annotation ``kind``, in place; ``texts``: those of all arguments."""
+    text = _followed(_below(texts, str(key)), root)
+    value = read_as(kind, node[key], text)
+    if value is node[key]:
+        return
+    if isinstance(written, dict) and written.get(key) == node[key] and "${" not in str(written[key]):
+        written[key] = value
+    node[key] = value
+
+
+def _followed(text: Any, root: dict[str, Any], depth: int = 20) -> Any:
+    """Returns the texts behind a reference to another key of the file, within mappings and lists too; None for any other."""
+    if isinstance(text, dict):
+        return {key: _followed(one, root, depth) for key, one in text.items()}
+    if isinstance(text, list):
+        return [_followed(one, root, depth) for one in text]
+    if not isinstance(text, str) or "${" not in text:
+        return text
+    reference = re.fullmatch(r"\$\{([\w.]+)\}", text)
+    if reference is None or not depth:
+        return None
+    found: Any = root
+    for word in reference[1].split("."):
+        found = _below(found, word)
+    return _followed(found, root, depth - 1)
+
+
+def _check_node(node: Any, where: str, kind: type | None = None, *, reading: _Reading | None) -> None:
     """Checks the ``_target_`` and arguments of every mapping in ``node``, the outermost first; raises ConfigError."""
     if isinstance(node, dict) and TARGET in node:
         target = locate(node[TARGET], f"{where}.{TARGET}")
@@ -347,9 +466,11 @@ def _check_node(node: Any, where: str, kind: type | None = None) -> None:
             raise ConfigError(
                 f"{where}.{TARGET}={node[TARGET]!r} is not a {kind.__name__}; derive the class from fabricamp.{kind.__name__}"
             )
+        if reading is not None:
+            reading.arguments(target, node, where)
         _check_arguments(target, {key: value for key, value in node.items() if key != TARGET}, where)
     for key, value in _children(node):
-        _check_node(value, f"{where}.{key}")
+        _check_node(value, f"{where}.{key}", reading=reading)
 
 
 def _children(node: Any) -> Iterator[tuple[Any, Any]]:
@@ -397,7 +518,7 @@ def _cure(value: Any, kind: Any) -> str:
         return f"; put it in quotes, as in '{value}'"
     if isinstance(value, str):
         with contextlib.suppress(Exception):  # text that is no YAML
-            if fits(_parsed(value), kind):
+            if fits(read_as(kind, _parsed(value), str(value)), kind):
                 if isinstance(value, FromEnvironment):
                     return f"; write ${{oc.decode:{value.reference}}}"
                 return "; write it without quotes"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from fabricamp import ConfigError, DataModule, OptLevel, TrainingModule
 from fabricamp.callbacks import EarlyStopping
@@ -223,7 +225,10 @@ def test_a_value_that_the_trainer_refuses(folder):
         ("sizes=3", "sizes=3 is not allowed; Typed takes Sequence[int]"),
         ("sizes=text", "sizes='text' is not allowed; Typed takes Sequence[int]"),
         ("sizes=[1, two]", "sizes=[1, 'two'] is not allowed; Typed takes Sequence[int]"),
-        ("name=3", "name=3 is not allowed; Typed takes str; put it in quotes, as in '3'"),
+        ("width=true", "width=True is not allowed; Typed takes int"),
+        ("width=1:30", "width='1:30' is not allowed; Typed takes int"),
+        ("rate=false", "rate=False is not allowed; Typed takes float | None"),
+        ("rate=1:30", "rate='1:30' is not allowed; Typed takes float | None"),
         ("betas=[0.9]", "betas=[0.9] is not allowed; Typed takes tuple[float, float]"),
         ("flag=maybe", "flag='maybe' is not allowed; Typed takes bool"),
         ("flag=2", "flag=2 is not allowed; Typed takes bool"),
@@ -248,7 +253,6 @@ def test_values_that_a_constructor_can_use_are_no_wrong_types(folder):
     """An int is a float, 0 and 1 are flags, a list is a tuple, a mapping may become any object, and a default's type is allowed."""
     pair = "{_target_: parts_of_config.Pair, left: 1}"
     for override, expected in {
-        "width=true": None,
         "rate=1": 1,
         "rate=1e-3": 1e-3,
         "rate=null": None,
@@ -263,6 +267,60 @@ def test_values_that_a_constructor_can_use_are_no_wrong_types(folder):
         content = read(folder, "module._target_=parts_of_config.Typed", f"module.{override}")
         given = build_parts(content).module.given
         assert expected in given or given[0].left == 1
+
+
+READINGS = [
+    ("rate=-.5", -0.5), ("rate=nan", math.nan), ("rate=inf", math.inf), ("rate=-.inf", -math.inf), ("rate=1e3", 1000.0),
+    ("rate=010", 10), ("rate=1", 1), ("flag=1", True), ("flag=0", False), ("flag=no", False), ("name=1e3", "1e3"),
+    ("name=010", "010"), ("name=true", "true"), ("name=1:30", "1:30"), ("name='7'", "7"),
+    ("sizes=[010, 0x10, 1_000]", [10, 16, 1000]), ("betas=[.5, -.25]", [0.5, -0.25]), ("hidden=-.5", -0.5),
+    ("hidden=010", 10), ("hidden=1:30", "1:30"), ("hidden=nan", "nan"), ("hidden=1e3", 1000.0), ("hidden=off", False),
+    ("hidden={a: 010, b: [-.5, x]}", {"a": 10, "b": [-0.5, "x"]}), ("act=null", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("within", ["override", "file", "variable", "written"])
+def test_what_a_number_looks_like_follows_the_annotation(folder, within):
+    for written, expected in READINGS:
+        key, _, text = written.partition("=")
+        overrides = ["module._target_=parts_of_config.Typed"]
+        base = BASE.replace(
+            "  width: ${variables.width}", "  width: 8" if within != "file" else f"  width: 8\n  {key}: {text}"
+        )
+        if within == "variable":
+            base += f"  mine: {text}\n"
+            overrides += [f"module.{key}=${{variables.mine}}"]
+        elif within != "file":
+            overrides += [f"module.{written}"]
+        (folder / "config.yaml").write_text(base)
+        content = read(folder, *overrides)
+        if within == "written":  # the file of the run starts it again
+            (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(content.written)))
+            content = read(folder)
+        found = content["module"][key]
+        assert (type(found), str(found)) == (type(expected), str(expected)), written
+        assert str(content.written["module"][key]) == str(expected)
+
+
+def test_numbers_of_the_trainer_and_the_seed_follow_too(folder):
+    content = read(
+        folder,
+        "trainer.gradient_clip_val=-.5",
+        "trainer.limit_val_batches=1",
+        "trainer.max_time=1:02:03:04",
+        "seed=010",
+    )
+    trainer = content["trainer"]
+    assert (trainer["gradient_clip_val"], trainer["max_time"], content["seed"]) == (-0.5, "1:02:03:04", 10)
+    assert type(trainer["limit_val_batches"]) is int
+    assert type(read(folder, "trainer.limit_val_batches=1.0")["trainer"]["limit_val_batches"]) is float
+
+
+def test_keys_that_yaml_merges_are_read_so_too(folder):
+    lines = "  <<: {rate: -.5, name: 010}\n  name: 1e3\n  width: 010"
+    (folder / "config.yaml").write_text(BASE.replace("  width: ${variables.width}", lines))
+    module = read(folder, "module._target_=parts_of_config.Typed")["module"]
+    assert (module["rate"], module["name"], module["width"]) == (-0.5, "1e3", 10)
 
 
 def test_a_wrong_type_deep_in_the_file_is_told_too(folder):
