@@ -27,6 +27,9 @@ _STEPS = 2**63
 """Steps are smaller."""
 
 
+EPOCH = "epoch"
+
+
 class Line(NamedTuple):
     """A line of a file: its row, None if it cannot be read, with what counts for the digest, and the position of the line's end."""
 
@@ -164,7 +167,8 @@ class RowFileLogger(RunFolderLogger[Row, Content]):
         self._content = None
 
     def _row(self, metrics: dict[str, float], step: int) -> dict[str, float]:
-        return {STEP: step, **metrics}
+        first = {name: metrics[name] for name in (EPOCH,) if name in metrics}
+        return {STEP: step, **first, **metrics}
 
     def _extent(self, content: Content, rows: Rows) -> dict[str, int]:
         """Returns, for a checkpoint, the length of the file with ``rows`` appended, under ``EXTENT``."""
