@@ -48,6 +48,7 @@ class EvaluationLoop:
         together: Callable[[Iterable[Batch]], Iterable[Batch]],
         inference_mode: bool,
         tell_of_empty: Callable[[int], None],
+        settle: Callable[[], None],
         record: PredictionRecord | None = None,
         compiled: Callable[[Step], Step] = lambda step: step,
     ) -> None:
@@ -77,6 +78,7 @@ class EvaluationLoop:
         self._batch_start = hooks(f"on_{kind}_batch_start")
         self._batch_end = hooks(f"on_{kind}_batch_end")
         self._tell_of_empty = tell_of_empty
+        self._settle = settle
         self._record = record
         if record is not None and record.writes:
             self._batch_start = (record.begin_batch, *self._batch_start)
@@ -130,10 +132,12 @@ class EvaluationLoop:
         outputs: list[list[Output]] = [[] for _ in feeds]
         if self._record is not None:
             self._record.share(outputs)
+        self._settle()  # gathered copies that a hook's forward has left may be older than an update
         call_all(self._start)
         call_all(self._epoch_start)
         for index, feed in enumerate(feeds):
             self._run_loader(feed, index, outputs[index] if keep else None)
+        self._settle()  # else what a hook writes to gathered copies would be lost
         state.batches_done = batches_done
         if self._stops:
             # Whether any rank stopped early: all ranks have to know before the next collective.

@@ -569,6 +569,7 @@ class Session(RunParts):
             record=record,
             compiled=self.compilation.evaluation_step,
             tell_of_empty=partial(self._tell_of_empty, kind, len(loaders)),
+            settle=partial(self.strategy.sharding.settle_module, self.module),
         )
         loop.forward = self.graphs.evaluation(kind, loop.forward)
         begun = self.resumed and self.state.validations > 0

@@ -64,6 +64,7 @@ class Changing(Net):
         with torch.no_grad():
             self.head.weight.mul_(0.9)
             self.first.weight.mul_(1.1)
+            self.blocks[1].up.weight.mul_(0.9)
 
 
 class Poisoned(Net):
