@@ -14,7 +14,7 @@ distributions and are not the same numbers, as each way fills the network itself
   checkpointing of operations, of which the other ways do none.
 - "fabricamp": ``Trainer(strategy=FSDP([TransformerBlock]), precision="O5", compile="blocks")`` with FusedAdam; all else are
   defaults.  The loss is torch's cross-entropy of what the network returns.  "head" has ``FusedLinearCrossEntropy`` in place of the
-  network's ``output``, and the embedding as a unit: ``FSDP([TransformerBlock, Embedding])``.
+  network's ``output``, and embedding and head as units: ``FSDP([TransformerBlock, "net.tok_embeddings", "head"])``.
 - "fp8" has FP8 products in the linear layers of the blocks, with tensorwise scales and weights gathered in FP8: torchtitan's
   converter, and ``Float8(all_gather=True)``.
 
@@ -50,7 +50,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -335,7 +335,7 @@ def by_fabricamp(way: Way, work: Work, device: torch.device) -> None:
                 finish(clock)
 
     trainer = Trainer(
-        strategy=FSDP([TransformerBlock, nn.Embedding] if way.head else [TransformerBlock]),
+        strategy=FSDP([TransformerBlock, *(["net.tok_embeddings", "head"] if way.head else [])]),
         precision=Float8(all_gather=True, include=[] if on_gpu else ["net.layers"]) if way.fp8 else "O5",
         accelerator="gpu" if on_gpu else "cpu",
         devices="auto",

@@ -28,9 +28,11 @@ from fabricamp.strategies.fsdp_collectives import asked_exchange, peer_memory_of
 from fabricamp.strategies.fsdp_units import (
     Unit,
     described,
+    layers_to_name,
     of_classes,
     own_modules,
     refuse_second_order,
+    stays_gathered,
     units_of,
 )
 from fabricamp.strategies.meta_init import FirstValues, digest_of, refuse_unfilled
@@ -78,7 +80,8 @@ class FSDP(ProcessGroupStrategy, Sharding):
     ``FABRICAMP_FSDP_EXCHANGE=collective`` leaves this to NCCL.
 
     Args:
-        units: "auto" finds repeated layers by structure; or a list of the units' classes.
+        units: "auto" finds repeated layers by structure; or a list of the units' classes, and names of single ones as in
+            ``named_modules()``.  The rest is gathered for a whole step.
         replicate: number of copies of the module, each sharded over an equal number of ranks (HSDP); copies exchange only
             gradients.
         reshard_after_forward: True (or "zero3") frees a unit's gathered parameters between forward and backward; False ("zero2")
@@ -105,7 +108,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
 
     def __init__(
         self,
-        units: Literal["auto"] | Sequence[type[nn.Module]] = "auto",
+        units: Literal["auto"] | Sequence[type[nn.Module] | str] = "auto",
         *,
         replicate: int = 1,
         reshard_after_forward: bool | int | Literal["zero2", "zero3"] = True,
@@ -117,7 +120,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
     ) -> None:
         super().__init__(timeout=timeout)
         asked_exchange()  # raises for a wrong value
-        self.units = units if units == "auto" else _checked_classes("units", units)
+        self.units = _checked_units(units)
         self.activation_checkpointing = _checked_classes("activation_checkpointing", activation_checkpointing)
         self.replicate = check_number("replicate", replicate, owner="FSDP", least=1)
         self.offload = check_flag("offload", offload, owner="FSDP")
@@ -136,6 +139,8 @@ class FSDP(ProcessGroupStrategy, Sharding):
         self._cast_units: list[tuple[Any, torch.dtype]] = []
         """The units whose parameters are gathered in a dtype of the precision's, and this dtype."""
         self._whole: WholeGradients | None = None
+        self._last: Any = None
+        """A unit that a training step leaves gathered between forward and backward, which begins with it; or None."""
         self._peers: PeerMemory | None = None
         """The memory that the ranks read of each other; None if they do not."""
 
@@ -151,10 +156,12 @@ class FSDP(ProcessGroupStrategy, Sharding):
         # Taken before fully_shard, which gives each sharded module a class of its own.
         module_class = type(module).__name__
         unit_classes = described(units)
+        to_name = layers_to_name(units)
 
         self._undo = Undo(module)
         self._cast_units = []
         self._peers = None
+        self._last = stays_gathered(units, self.units) if self.reshard_after_forward is True else None
         self._module = module
         self._trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
         self._dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
@@ -182,7 +189,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         self._undo.note()
         self._undo.also(refuse_second_order(units))
         self._wrap_steps(module)
-        line = self._log_line(module, unit_classes, sizes)
+        line = self._log_line(module, unit_classes, sizes, to_name)
         return line + self._choose_accumulation(module) if plan.accumulates else line
 
     def _check_new(self, module: nn.Module) -> None:
@@ -337,7 +344,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
                 self._steps[name] = vars(module).get(name)
                 written = getattr(module, name)
                 if name == "training_step":
-                    root = RootOfSteps(module, self._left_gathered(module), self._begin_step)
+                    root = RootOfSteps(module, self._left_gathered(module), self._begin_step, self._last)
                     vars(module)[name] = root.without_hooks(written)
                     register_fsdp_forward_method(module, name)
                     wrapped = root.gathered_for(getattr(module, name))
@@ -349,7 +356,9 @@ class FSDP(ProcessGroupStrategy, Sharding):
 
     def _left_gathered(self, module: Any) -> list[FSDPModule]:
         """Returns the units that a forward without a backward leaves gathered, or in larger shards."""
-        return [module] if self.reshard_after_forward is True else _sharded_units(module)
+        if self.reshard_after_forward is not True:
+            return _sharded_units(module)
+        return [module] if self._last is None else [module, self._last]
 
     def _choose_accumulation(self, module: nn.Module) -> str:
         """Decides when gradients of an accumulation are exchanged: at its end or per micro-batch; returns words for the log."""
@@ -368,7 +377,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         self._whole = WholeGradients(module, self._mesh)
         return f"; full gradients are accumulated, {_bytes(trained)}, and exchanged at the end of a step"
 
-    def _log_line(self, module: nn.Module, unit_classes: str, sizes: Sequence[int]) -> str:
+    def _log_line(self, module: nn.Module, unit_classes: str, sizes: Sequence[int], to_name: Sequence[str]) -> str:
         local = sum(parameter._local_tensor.nbytes for parameter in module.parameters())  # type: ignore[attr-defined]  # DTensors
         options = ""
         if self.reshard_after_forward is not True:
@@ -379,6 +388,12 @@ class FSDP(ProcessGroupStrategy, Sharding):
             options += f", layers split over {self.tensor_parallel} ranks"
         if self.offload:
             options += ", shards in host memory"
+        if to_name:
+            # Not by themselves: a step may read a weight of the rest outside of its layer's forward, as a tied head does.
+            options += (
+                f"; the rest, {_bytes(sizes[-1])}, stays gathered for a whole step: if layers in it are only called, name them, "
+                f"FSDP(units=[..., {', '.join(map(repr, to_name))}])"
+            )
         return (
             f"fsdp: {unit_classes}; {_bytes(local)} of {_bytes(sum(sizes))} of weights on rank 0, at most {_bytes(max(sizes))} "
             f"gathered at once{options}"
@@ -538,6 +553,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         self._module = None
         self._whole = None
         self._peers = None
+        self._last = None
         self._cast_units = []
         if undo is None:
             return
@@ -569,6 +585,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         self._module = None
         self._whole = None
         self._peers = None
+        self._last = None
         self._cast_units = []
         self._steps = {}
         # No reference to the group may remain: torch's FSDP states are reference cycles, and optimizers hold the mesh too.
@@ -709,7 +726,15 @@ class RootOfSteps:
     when backward begins, and gather the last unit only after that.  So the hooks of the root's forward do nothing within a step.
     """
 
-    def __init__(self, module: nn.Module, left_gathered: Sequence[FSDPModule], begin: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        left_gathered: Sequence[FSDPModule],
+        begin: Callable[[], None],
+        last: FSDPModule | None = None,
+    ) -> None:
+        self._last = last
+        """A unit that a step leaves gathered for its backward; other forwards free it."""
         self._left_gathered = left_gathered
         self._begin = begin
         """Called at the start of a step."""
@@ -731,10 +756,14 @@ class RootOfSteps:
         @functools.wraps(step)
         def run(*args: Any, **kwargs: Any) -> Any:
             self._steps += 1
+            if self._last is not None:
+                self._last.set_reshard_after_forward(False, recurse=False)
             try:
                 return step(*args, **kwargs)
             finally:
                 self._steps -= 1
+                if self._last is not None and not self._steps:
+                    self._last.set_reshard_after_forward(True, recurse=False)
 
         return run
 
@@ -827,17 +856,27 @@ _ZERO_NAMES: Final = {"zero3": True, "zero2": False}
 
 def _checked_classes(name: str, value: object) -> list[type[nn.Module]]:
     """Returns the list of classes of option ``name``; raises :class:`ConfigError` for anything but module classes."""
-    may_be_empty = name != "units"
-    if isinstance(value, (list, tuple, set)):
-        classes = list(value)
-        if all(isinstance(item, type) and issubclass(item, nn.Module) for item in classes) and (
-            classes or may_be_empty
-        ):
-            return classes
-    also = "'auto', or " if name == "units" else ""
+    if isinstance(value, (list, tuple, set)) and all(map(_is_module_class, value)):
+        return list(value)
+    raise ConfigError(f"FSDP({name}={value!r:.200}) has to be a list of classes of submodules, such as {name}=[Block]")
+
+
+def _checked_units(value: object) -> Literal["auto"] | list[type[nn.Module] | str]:
+    """Returns ``units``; raises :class:`ConfigError` for anything but "auto" or a list of module classes and names."""
+    if value == "auto":
+        return "auto"
+    if isinstance(value, (list, tuple, set)) and value:
+        given = list(value)
+        if all(isinstance(item, str) or _is_module_class(item) for item in given):
+            return given
     raise ConfigError(
-        f"FSDP({name}={value!r:.200}) has to be {also}a list of classes of submodules, such as {name}=[Block]"
+        f"FSDP(units={value!r:.200}) has to be 'auto', or a list of classes of submodules, such as units=[Block], and of names of "
+        "single ones, such as 'net.head'"
     )
+
+
+def _is_module_class(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
 
 
 def _checked_reshard(value: object) -> bool | int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import statistics
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fabricamp._utils.containers import tensors_within
-from fabricamp.errors import ConfigError
+from fabricamp.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,13 +40,13 @@ class Unit(NamedTuple):
         return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
 
 
-def units_of(module: nn.Module, wanted: str | Sequence[type[nn.Module]]) -> list[Unit]:
+def units_of(module: nn.Module, wanted: str | Sequence[type[nn.Module] | str]) -> list[Unit]:
     """Returns the units of ``module``, inner ones first; the last one is the module itself with all remaining parameters.
 
-    Raises :class:`ConfigError` for classes without a submodule, for parameters shared by two units, and if one unit holds more than
-    half of a large module's weights.
+    Raises :class:`ConfigError` for classes without a submodule, for names of none, for parameters shared by two units, and if one
+    unit holds more than half of a large module's weights.
     """
-    chosen = _repeated(module) if isinstance(wanted, str) else of_classes(module, wanted, "units")
+    chosen = _repeated(module) if isinstance(wanted, str) else _given(module, wanted)
     units = []
     owned: set[int] = set()
     # Reversed, so that inner units come first and outer ones get the parameters that are left.
@@ -83,6 +84,57 @@ def of_classes(module: nn.Module, classes: Sequence[type[nn.Module]], option: st
             f"{', '.join(composite) or 'none that has submodules'}, leave the others out"
         )
     return [(name, submodule) for name, submodule in matching if _has_parameters(submodule)]
+
+
+def _given(module: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> list[tuple[str, nn.Module]]:
+    """Returns the submodules of these classes and names, in the order of ``named_modules()``."""
+    classes = [one for one in wanted if not isinstance(one, str)]
+    chosen = {id(submodule) for _, submodule in (of_classes(module, classes, "units") if classes else ())}
+    chosen |= {id(_of_name(module, name)) for name in wanted if isinstance(name, str)}
+    return [(name, submodule) for name, submodule in module.named_modules() if id(submodule) in chosen]
+
+
+def _of_name(module: nn.Module, name: str) -> nn.Module:
+    """Returns the submodule; raises :class:`ConfigError` if there is none, or none that can be gathered when it is called."""
+    submodules = dict(module.named_modules(remove_duplicate=False))
+    submodule: nn.Module | None = submodules.get(name) if name else None
+    beginning = f"FSDP(units=[{name!r}]): {type(module).__name__}"
+    if submodule is None:
+        raise ConfigError(f"{beginning} has no submodule of this name{nearest(name, filter(None, submodules))}")
+    if not _has_parameters(submodule):
+        raise ConfigError(f"{beginning}.{name} has no parameters; leave it out")
+    if isinstance(submodule, (nn.ModuleList, nn.ModuleDict)):
+        raise ConfigError(
+            f"{beginning}.{name} is a {type(submodule).__name__}, which is never called; name the modules in it, or give a class"
+        )
+    return submodule
+
+
+def stays_gathered(units: Sequence[Unit], wanted: str | Sequence[type[nn.Module] | str]) -> nn.Module | None:
+    """Returns a layer given by name behind all other units, as a head: backward begins with it.  None if there is none."""
+    last = units[0]
+    is_named = len(units) > 1 and not isinstance(wanted, str) and last.name in wanted
+    return last.module if is_named and not _has_children(last.module) else None
+
+
+def layers_to_name(units: Sequence[Unit]) -> list[str]:
+    """Returns names of layers in the rest with more than half of a usual unit, if the rest is larger than one and not small.
+
+    The rest stays gathered for a whole step.  Layers that share a parameter have to be in it.
+    """
+    *others, rest = units
+    usual = statistics.median([unit.size for unit in others] or [rest.size])
+    if rest.size <= max(usual, _SMALL_MODEL):
+        return []
+    modules = own_modules(rest, units)
+    owners = Counter(id(parameter) for module in modules for parameter in module.parameters(recurse=False))
+    named = []
+    for name, module in rest.module.named_modules():
+        own = list(module.parameters(recurse=False))
+        is_alone = module in modules[1:] and not _has_children(module) and all(owners[id(one)] == 1 for one in own)
+        if is_alone and sum(one.numel() * one.element_size() for one in own) > usual / 2:
+            named.append(name)
+    return named
 
 
 def described(units: Sequence[Unit]) -> str:
@@ -145,7 +197,7 @@ def _check_shared(units: Sequence[Unit]) -> None:
         owner, parameter_name, other_name = min(found, key=operator.itemgetter(0))
         raise ConfigError(
             f"FSDP: {units[owner].name} and {other_name or 'the rest'} share a parameter ({parameter_name}), which is gathered "
-            "with one unit alone; give units=[...] without the class that holds it, so that both are in the rest"
+            "with one unit alone; give units=[...] without the class or name that holds it, so that both are in the rest"
         )
 
 

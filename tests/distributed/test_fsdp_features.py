@@ -13,10 +13,11 @@ from fabricamp import Callback, seed_everything
 from fabricamp.callbacks import EMA, GradientMonitor, LearningRateMonitor, StochasticWeightAveraging
 from fabricamp.errors import NonFiniteError
 from fabricamp.loggers import Logger
+from fabricamp.ops.shards import is_shard
 from fabricamp.strategies import FSDP, fsdp
 from fabricamp.strategies.fsdp import fits
 from tests.distributed.ranks import run_ranks
-from tests.distributed.sharded import Net, SaveAt, flat
+from tests.distributed.sharded import Block, Net, SaveAt, flat
 from tests.shared import once, shared_folder
 from tests.small import loader, quiet_trainer
 
@@ -65,6 +66,35 @@ class Changing(Net):
             self.head.weight.mul_(0.9)
             self.first.weight.mul_(1.1)
             self.blocks[1].up.weight.mul_(0.9)
+
+
+class Headed(Changing):
+    """Has a head behind the blocks; its layers are only called, so they may be units."""
+
+    def build(self):
+        super().build()
+        self.last = torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.last(super().forward(x))
+
+    def on_after_backward(self):
+        with torch.no_grad():
+            self.trainer.precision_plugin.forward(self, torch.ones(1, 8))
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("gathered", float(not is_shard(self.last.weight)), on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.log("val_gathered", float(not is_shard(self.last.weight)))
+
+    def on_validation_end(self):
+        super().on_validation_end()
+        with torch.no_grad():
+            self.last.weight.mul_(0.7)
 
 
 class Poisoned(Net):
@@ -138,6 +168,21 @@ def changing(strategy, batch_size):
     return found
 
 
+NAMED = {"in the rest": [Block], "named": [Block, "first", "last"]}
+
+
+def named(folder):
+    """Returns results with layers in the rest and as units of their own, also resumed from each other's folders."""
+    found, options = {}, {"precision": "O5", "gradient_clip_val": 0.5}
+    for way, units in NAMED.items():
+        save = SaveAt(folder / f"{way}.ckpt", 5)
+        found[way] = ended(Headed, "FusedAdam", FSDP(units), 4, save, **options)
+    for way, other in zip(NAMED, reversed(NAMED), strict=True):
+        path = folder / f"{other}.ckpt"
+        found["resumed", way] = ended(Headed, "FusedAdam", FSDP(NAMED[way]), 4, ckpt_path=path, **options)
+    return found
+
+
 def blamed():
     found = {}
     for level, optimizer in (("O0", "FusedAdam"), ("O0", "adamw"), ("O4", "FusedLAMB"), ("O5", "sgd")):
@@ -198,6 +243,7 @@ def on_two_ranks(folder):
     found["swa resumed"] = swa(gathered, 4, ckpt_path=folder / "swa.ckpt")
     found["in half"] = {together: in_half("fsdp", 4, together=together) for together in (True, False)}
     found["changing"] = changing("fsdp", 4)
+    found["named"] = named(folder)
     found["blamed"] = blamed()
     found["accumulated"] = accumulated(folder)
     found["told"] = told(1.0), told(1e-9)
@@ -280,6 +326,19 @@ def test_a_step_computes_with_the_weights_of_now(ranks):
     for reshard, (weights, logged, _) in ranks[0]["changing"].items():
         assert (weights - alone[reshard][0]).abs().max() < 1e-6, reshard
         assert logged.keys() == alone[reshard][1].keys()
+
+
+def test_named_layers_train_to_the_bits_that_they_have_in_the_rest(ranks):
+    found = ranks[0]["named"]
+    plain = found["in the rest"]
+    seed_everything(5, verbose=False)
+    assert (plain[0] - flat(Headed("FusedAdam"))).abs().max() > 0.02
+    for weights, _, metrics in found.values():
+        assert torch.equal(weights, plain[0])
+        assert metrics["val_loss"] == plain[2]["val_loss"]
+    # Backward begins with the head, so a training step does not free it; an evaluation does.
+    assert float(found["named"][2]["gathered"]) == 1.0
+    assert float(found["named"][2]["val_gathered"]) == 0.0
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -25,7 +25,7 @@ from fabricamp.loggers import TensorBoardLogger
 from fabricamp.optimizers import FusedAdam
 from fabricamp.precision import OptLevel
 from fabricamp.strategies import DDP, FSDP, Environment
-from fabricamp.strategies.fsdp_units import described, units_of
+from fabricamp.strategies.fsdp_units import described, layers_to_name, stays_gathered, units_of
 from fabricamp.tuner import Tuner
 from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer
@@ -80,6 +80,38 @@ def test_classes_are_the_units_inner_ones_first():
     assert [len(one.parameters) for one in units] == [4] * 10 + [0]
 
 
+def test_names_are_units_beside_classes_in_the_order_of_the_module():
+    module = nn.ModuleDict(
+        {"words": nn.Embedding(8, 4), "body": Tower(Layer() for _ in range(2)), "head": nn.Linear(4, 8)}
+    )
+    wanted = ["head", Layer, "words", "body.layers.1"]
+    units = units_of(module, wanted)
+    assert [one.name for one in units] == ["head", "body.layers.1", "body.layers.0", "words", ""]
+    assert [len(one.parameters) for one in units] == [2, 4, 4, 1, 0]
+    assert stays_gathered(units, wanted) is module["head"]
+    # A class may stand for many, a module with parts is large, and nothing is behind the last block.
+    assert stays_gathered(units_of(module, [Layer, nn.Linear]), [Layer, nn.Linear]) is None
+    assert stays_gathered(units_of(module, ["body.layers.1"]), ["body.layers.1"]) is None
+    assert stays_gathered(units_of(nn.Linear(4, 4), "auto"), "auto") is None
+
+
+def test_large_layers_of_the_rest_are_told_by_name():
+    def network(width):
+        with torch.device("meta"):
+            layers = {"words": nn.Embedding(32768, width), "places": nn.Embedding(8, width)}
+            return nn.ModuleDict(
+                {**layers, "body": Tower(Layer(width) for _ in range(40)), "head": nn.Linear(width, 32768)}
+            )
+
+    large = network(1024)
+    assert layers_to_name(units_of(large, [Layer])) == ["words", "head"]
+    assert layers_to_name(units_of(large, [Layer, "head"])) == ["words"]
+    assert layers_to_name(units_of(large, [Layer, "head", "words"])) == []
+    assert layers_to_name(units_of(network(64), [Layer])) == []  # small
+    large["head"].weight = large["words"].weight
+    assert layers_to_name(units_of(large, [Layer])) == []  # tied: gathered once, with the rest
+
+
 def test_units_that_cannot_be_are_refused():
     with pytest.raises(
         ConfigError, match=r"units=\[Conv2d\]\): Tied has no submodule of this class; it has Layer, Sequential"
@@ -87,6 +119,22 @@ def test_units_that_cannot_be_are_refused():
         units_of(Tied(), [nn.Conv2d])
     with pytest.raises(ConfigError, match=r"FSDP: embedding and the rest share a parameter \(weight\)"):
         units_of(Tied(), [nn.Embedding])
+    with pytest.raises(
+        ConfigError, match=r"FSDP: head and the rest share a parameter \(weight\).* without the class or name"
+    ):
+        units_of(Tied(), ["head"])
+    with pytest.raises(
+        ConfigError, match=r"units=\['position'\]\): Tied has no submodule .*; did you mean 'positions'\?"
+    ):
+        units_of(Tied(), ["position"])
+    with pytest.raises(ConfigError, match=r"units=\[''\]\): Tied has no submodule of this name$"):
+        units_of(Tied(), [""])
+    with pytest.raises(
+        ConfigError, match=r"Tower\.layers is a ModuleList, which is never called; name the modules in it"
+    ):
+        units_of(Tower([Layer()]), ["layers"])
+    with pytest.raises(ConfigError, match=r"Sequential\.1 has no parameters; leave it out"):
+        units_of(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), ["1"])
     with torch.device("meta"):
         large = Tied()
         large.body = nn.Linear(8192, 4096)
@@ -103,6 +151,7 @@ def test_units_that_cannot_be_are_refused():
         ({"units": "all"}, r"FSDP\(units='all'\) has to be 'auto', or a list of classes"),
         ({"units": []}, "has to be 'auto', or a list of classes"),
         ({"units": [nn.Linear(1, 1)]}, "has to be 'auto', or a list of classes"),
+        ({"units": "head"}, "has to be 'auto', or a list of .* names of single ones"),
         (
             {"reshard_after_forward": "zero1"},
             r"FSDP\(reshard_after_forward='zero1'\) has to be True \('zero3'\), False",
