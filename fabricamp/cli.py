@@ -14,7 +14,7 @@ import sys
 import textwrap
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fabricamp.errors import (
     CheckpointError,
@@ -28,7 +28,6 @@ from fabricamp.messages import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from typing import NoReturn
 
     from fabricamp.trainer import Trainer
 
@@ -536,9 +535,14 @@ def _explain(error: FabricampError) -> int:
     return next(code for kind, code in _CODES.items() if isinstance(error, kind))
 
 
-def __getattr__(name: str) -> NoReturn:
-    from fabricamp.arguments.not_offered import words_for
+_LIGHTNINGS: Final = ("ArgsType", "LightningArgumentParser", "LightningCLI", "LRSchedulerCallable", "LRSchedulerTypeTuple",
+    "LRSchedulerTypeUnion", "OptimizerCallable", "ReduceLROnPlateau", "SaveConfigCallback", "instantiate_class")  # fmt: skip
+"""The names that Lightning has at this path."""
 
-    if words := words_for(f"cli.{name}"):
-        raise ImportError(words)  # `from fabricamp.cli import LightningCLI` would not show an AttributeError's words
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    if name not in _LIGHTNINGS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fabricamp.lightning.packages.pytorch import cli
+
+    return getattr(cli, name)

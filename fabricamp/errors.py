@@ -56,6 +56,10 @@ class DuplicateCallbackError(ConfigError, RuntimeError):
     """Two callbacks have one key for their states; this error is a RuntimeError too."""
 
 
+class FileThereError(ConfigError, RuntimeError):
+    """A file is there that the run would replace; this error is a RuntimeError too."""
+
+
 class NotAttachedError(ConfigError, RuntimeError):
     """A module needs its Trainer and has none; this error is a RuntimeError too."""
 

@@ -132,8 +132,6 @@ def test_a_subclass_of_a_bar_chooses_what_stands_beside_it(bar, caplog):
         ("from fabricamp.loggers.litlogger import LitLogger", "write a Logger"),
         ("from fabricamp.callbacks import SpikeDetection", "nan_policy"),
         ("from fabricamp.callbacks.spike import SpikeDetection", "nan_policy"),
-        ("from fabricamp.cli import LightningCLI", "fabricamp fit"),
-        ("from fabricamp.cli import ArgsType, LightningCLI", "fabricamp fit"),
         ("from fabricamp.utilities.cli import LightningCLI", "fabricamp fit"),
         ("from fabricamp.strategies import FSDPStrategy", "strategy='fsdp'"),
     ],

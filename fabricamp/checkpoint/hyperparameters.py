@@ -7,11 +7,13 @@ checkpoint, and references by which a tuner changes one of them.  ``load_from_ch
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -22,6 +24,8 @@ from fabricamp.checkpoint.plain import described, is_config, items_of, resolved_
 from fabricamp.errors import ConfigError, nearest
 
 _CONSTRUCTORS = ("__init__", "__post_init__")
+_CONFIGURED: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("_CONFIGURED", default=None)
+"""The class being built from a configuration, and its arguments in there."""
 
 
 class Hyperparameters(dict[str, Any]):
@@ -62,6 +66,19 @@ class Hyperparameters(dict[str, Any]):
 
     def __reduce__(self) -> tuple[type[Hyperparameters], tuple[dict[str, Any]]]:
         return Hyperparameters, (dict(self),)
+
+
+@contextlib.contextmanager
+def configured(kind: type, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """A context in which an object of ``kind`` saves ``arguments`` as its hyper-parameters, in place of what it is built with.
+
+    Those of a configuration are plain data, where the constructor gets objects that were built from them.
+    """
+    token = _CONFIGURED.set((kind, arguments))
+    try:
+        yield
+    finally:
+        _CONFIGURED.reset(token)
 
 
 class HyperparametersMixin:
@@ -142,7 +159,9 @@ class HyperparametersMixin:
             source = whole
             overrides = True
         else:
-            arguments = _selected(_arguments_of_all(frame, self), names)
+            kind, of_configuration = _CONFIGURED.get() or (None, {})
+            of_constructors = of_configuration if kind is type(self) else _arguments_of_all(frame, self)
+            arguments = _selected(dict(of_constructors), names)
             source = {name: value for name, value in arguments.items() if name not in ignored}
             overrides = _is_outermost(frame, self)
         if _exposes_environment(source):

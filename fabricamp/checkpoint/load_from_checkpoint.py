@@ -27,6 +27,7 @@ from torch import Tensor
 from fabricamp._utils.types import StateDict
 from fabricamp.arguments.environment import first_reference
 from fabricamp.checkpoint.hyperparameters import HyperparameterKeys, Hyperparameters, HyperparametersMixin
+from fabricamp.checkpoint.instantiate import INSTANTIATOR, LIGHTNINGS, check_classes, instantiate_module
 from fabricamp.checkpoint.packing import allows_code
 from fabricamp.checkpoint.plain import PRIVATE, name_of
 from fabricamp.errors import CheckpointError, ConfigError, FabricampError, nearest
@@ -54,6 +55,8 @@ def build(
     """
     if hparams_file is not None:
         checkpoint = {**checkpoint, keys.values: _from_yaml(hparams_file), keys.types: []}
+    if _saved(checkpoint, keys, path)[0].get(INSTANTIATOR) == LIGHTNINGS:
+        return _build_as_configured(owner, checkpoint, keys, path, overrides, types, imports=allows_code(weights_only))
     arguments = arguments_for(owner, checkpoint, keys, path, overrides, types, imports=allows_code(weights_only))
     try:
         built = owner(**arguments)
@@ -66,6 +69,32 @@ def build(
         ) from error
     built.hparams_private = built.hparams_private or bool(checkpoint.get(PRIVATE))
     return built
+
+
+def _build_as_configured(
+    owner: type[Owner],
+    checkpoint: StateDict,
+    keys: HyperparameterKeys,
+    path: str,
+    overrides: Mapping[str, Any],
+    types: Iterable[type],
+    *,
+    imports: bool,
+) -> Owner:
+    """Returns an ``owner`` built by jsonargparse from hyper-parameters that LightningCLI saved, updated by ``overrides``.
+
+    Classes that the file names have to derive from those of the annotations, unless it may import any (``imports``).
+    """
+    saved = {key: value for key, value in _saved(checkpoint, keys, path)[0].items() if key not in overrides}
+    _check_references(saved, path)
+    if not imports:
+        check_classes(owner, saved, named_types(owner, _checked(types)), path)
+    try:
+        return instantiate_module(owner, {**saved, **overrides})  # type: ignore[no-any-return]
+    except argparse.ArgumentError as error:
+        raise CheckpointError(
+            f"{owner.__name__} cannot be built from {path}: {error}; pass what differs as keyword arguments"
+        ) from error
 
 
 def _from_yaml(file: Any) -> Any:

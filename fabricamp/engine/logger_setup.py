@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabricamp.checkpoint import check_content, plain
 from fabricamp.checkpoint.hyperparameters import SavedHyperparameters, saved_hyperparameters
+from fabricamp.checkpoint.instantiate import CLASS_PATH
 from fabricamp.errors import HyperparameterConflictError
 from fabricamp.loggers.run_folder import folder_of
 
@@ -51,6 +52,7 @@ def log_hyperparams(
         # Raises before training, not at the first checkpoint.
         check_content(values, f"hyper-parameters of {owner}")
         if kept.logged:
+            values = {name: value for name, value in values.items() if name != CLASS_PATH}
             if shows:
                 _check_shared(owner, logged, values)
             logged |= values

@@ -176,7 +176,7 @@ def install() -> None:
 
     Both are for the whole process, also for what it imports as ``fabricamp``.  Raises ConfigError if Lightning is imported already.
     """
-    if LightningFinder in sys.meta_path:
+    if is_installed():
         return
     for package in PACKAGES:
         file = getattr(sys.modules.get(package), "__file__", None) or PATH
@@ -186,6 +186,11 @@ def install() -> None:
             )
     sys.meta_path.insert(0, LightningFinder)
     habits.take_up(habits.LIGHTNING)
+
+
+def is_installed() -> bool:
+    """Returns whether Lightning's names are fabricamp's in this process."""
+    return LightningFinder in sys.meta_path
 
 
 def take_over(name: str) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricamp.arguments.checks import check_names
 from fabricamp.errors import ConfigError
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.run_folder import RUNS, RunFolderLogger, edges_of, flattened, writes
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
     from fabricamp._utils.types import StateDict
     from fabricamp.loggers.event_file import EventFile, FilePosition, Scalars, WrittenEvent
 
-_OWN = ("save_dir", "name", "version", "log_graph", "prefix", "default_hp_metric", "sub_dir")
-_OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_suffix")
-"""The options of torch's SummaryWriter besides the folder; reading its signature would import all of TensorBoard."""
 _BYTES_OF_A_POINT = 64
 
 
@@ -48,7 +44,11 @@ class TensorBoardLogger(RunFolderLogger["WrittenEvent | Scalars", "FilePosition"
         default_hp_metric: logs ``hp_metric`` with the hyper-parameters; False leaves TensorBoard's HPARAMS page empty.
         sub_dir: a folder within ``version_N`` for all files of the run, checkpoints too; None: ``version_N`` itself.
         log_graph: draws ``forward`` of the module, for its ``example_input_array``, on TensorBoard's GRAPHS page.
-        **options: options of torch's ``SummaryWriter``, such as ``flush_secs``.
+        comment: changes nothing, as in Lightning.
+        purge_step: hides the events of this folder from this step on.
+        max_queue: the number of events that wait at most.
+        flush_secs: the number of seconds between two writes.
+        filename_suffix: the end of the files' names.
 
     Example:
         >>> logger = TensorBoardLogger("runs", name="digits")
@@ -70,9 +70,12 @@ class TensorBoardLogger(RunFolderLogger["WrittenEvent | Scalars", "FilePosition"
         *,
         sub_dir: str | os.PathLike[str] | None = None,
         log_graph: bool = False,
-        **options: Any,
+        comment: str = "",
+        purge_step: int | None = None,
+        max_queue: int = 10,
+        flush_secs: int = 30,
+        filename_suffix: str = "",
     ) -> None:
-        check_names("TensorBoardLogger has no option", options, (*_OWN, *_OPTIONS), where="TensorBoardLogger")
         if not isinstance(sub_dir, (str, os.PathLike, type(None))):
             raise ConfigError(f"TensorBoardLogger(sub_dir={sub_dir!r}): give a folder, such as 'rank_0', or None")
         super().__init__(save_dir, name, version, prefix)
@@ -80,7 +83,10 @@ class TensorBoardLogger(RunFolderLogger["WrittenEvent | Scalars", "FilePosition"
         self._default_hp_metric = default_hp_metric
         self.draws_graph = log_graph
         self._flushed_at = time.monotonic()
-        self._options = {"max_queue": 10, "flush_secs": 30, "filename_suffix": "", "purge_step": None, **options}
+        self._purge_step = purge_step
+        self._max_queue = max_queue
+        self._flush_secs = flush_secs
+        self._filename_suffix = filename_suffix
         self._goes_on = False
 
     @property
@@ -94,9 +100,8 @@ class TensorBoardLogger(RunFolderLogger["WrittenEvent | Scalars", "FilePosition"
         if self._writer is None:
             from fabricamp.loggers.event_file import EventFile, EventWriter
 
-            suffix = self._options["filename_suffix"]
-            self._file = EventFile(self.folder, queue.lose, suffix=suffix, private=self.private)
-            self._writer = EventWriter(self.folder, self._take, self.save, self._options["purge_step"])
+            self._file = EventFile(self.folder, queue.lose, suffix=self._filename_suffix, private=self.private)
+            self._writer = EventWriter(self.folder, self._take, self.save, self._purge_step)
         return self._writer
 
     def begin(self) -> None:
@@ -228,7 +233,7 @@ class TensorBoardLogger(RunFolderLogger["WrittenEvent | Scalars", "FilePosition"
         queue = self._backlog
         waiting = queue.add(record)
         now = time.monotonic()
-        if waiting > self._options["max_queue"] or now >= self._flushed_at + self._options["flush_secs"]:
+        if waiting > self._max_queue or now >= self._flushed_at + self._flush_secs:
             self._flushed_at = now
             queue.write_soon()
             queue.report(self.trouble)

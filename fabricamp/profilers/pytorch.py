@@ -42,6 +42,7 @@ class PyTorchProfiler(Profiler):
         sort_by_key: the sort key of the table; None means the time on the GPU if there is one, else on the CPU.
         record_module_names: shows in the trace which submodule runs.
         table_kwargs: further arguments of torch's table.
+        record_shapes: records the shapes of operations' inputs.
         **profiler_kwargs: further arguments of ``torch.profiler.profile``, such as ``schedule`` and ``profile_memory``.
 
     Raises:
@@ -62,6 +63,7 @@ class PyTorchProfiler(Profiler):
         sort_by_key: str | None = None,
         record_module_names: bool = True,
         table_kwargs: dict[str, Any] | None = None,
+        record_shapes: bool = False,
         **profiler_kwargs: Any,
     ) -> None:
         super().__init__(dirpath, filename)
@@ -85,7 +87,7 @@ class PyTorchProfiler(Profiler):
         self._sort_by_key = sort_by_key
         self._record_module_names = record_module_names
         self._table_kwargs = table_kwargs or {}
-        self._profiler_kwargs = profiler_kwargs
+        self._profiler_kwargs = {"record_shapes": record_shapes, **profiler_kwargs}
         self._ranges: dict[str, list[record_function]] = {}
         self._handles: list[RemovableHandle] = []
         self._table = ""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from fabricamp.errors import ConfigError
 from fabricamp.strategies.base import Environment
@@ -60,17 +62,28 @@ class DDPStrategy(DDP):
                 raise ConfigError(f"DDPStrategy has no argument {name!r} here; {cure}")
         if start_method not in _START_METHODS:
             raise ConfigError(f"DDPStrategy(start_method={start_method!r}): give one of {', '.join(_START_METHODS)}")
-        hook = None if ddp_comm_hook is None else (ddp_comm_state, ddp_comm_hook)
-        super().__init__(timeout=timeout, comm_hook=hook, **options)
+        if ddp_comm_hook is not None:
+            options["comm_hook"] = (ddp_comm_state, ddp_comm_hook)
+        super().__init__(timeout=timeout, **_without_torchs_defaults(options))
         self.start_method = _START_METHODS[start_method]
-        self._backend = process_group_backend
+        self.process_group_backend = process_group_backend
 
     def setup_environment(self, environment: Environment, device: torch.device) -> None:
         """Joins the other processes; raises :class:`ConfigError` for another backend than the device's."""
         backend = "nccl" if device.type == "cuda" else "gloo"
-        if self._backend not in (None, backend):
+        if self.process_group_backend not in (None, backend):
             raise ConfigError(
-                f"DDPStrategy(process_group_backend={self._backend!r}): {device.type} devices exchange through {backend!r} here; "
-                "leave it out"
+                f"DDPStrategy(process_group_backend={self.process_group_backend!r}): {device.type} devices exchange through "
+                f"{backend!r} here; leave it out"
             )
         super().setup_environment(environment, device)
+
+
+def _without_torchs_defaults(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``options`` without torch's defaults of what :class:`DDP` lacks: configurations that Lightning wrote have them."""
+    own, torchs = (inspect.signature(kind).parameters for kind in (DDP, DistributedDataParallel))
+    return {
+        name: value
+        for name, value in options.items()
+        if name in own or name not in torchs or torchs[name].default != value
+    }

@@ -26,9 +26,6 @@ REFUSED = [(path.removeprefix("lightning."), name) for path, row in ROWS.items()
 BY_HAND = [
     ("fabric.fabric", "Fabric"),
     ("fabric.plugins.precision.precision", "Precision"),
-    ("pytorch.cli", "LightningCLI"),
-    ("pytorch.cli", "LightningArgumentParser"),
-    ("pytorch.cli", "SaveConfigCallback"),
 ]
 
 

@@ -434,7 +434,7 @@ def test_arguments_that_are_none_or_options_arrive(tmp_path):
     trainer.fit(pair(Steps)[0](), data())
     assert finder.optimal_lr.suggestion() == trainer.callbacks[0].optimal_lr.suggestion()
     assert logger.log_dir == trainer.logger.log_dir == str(tmp_path / "version_0")
-    with pytest.raises(ConfigError, match="TensorBoardLogger has no option 'nonsense'"):
+    with pytest.raises(ConfigError, match="TensorBoardLogger has no argument 'nonsense'"):
         quiet_trainer(logger=loggers.TensorBoardLogger(tmp_path, nonsense=7))
 
 

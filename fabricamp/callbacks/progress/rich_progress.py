@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from fabricamp.callbacks.progress.lightnings_bar import LightningsBar
 
 
+@dataclass
 class RichProgressBarTheme:
     """Keeps the colours of Lightning's bar as attributes; fabricamp's bar uses the terminal's own colours."""
 
-    def __init__(self, **colours: str) -> None:
-        self.__dict__.update(colours)
+    description: Any = ""
+    progress_bar: Any = "#6206E0"
+    progress_bar_finished: Any = "#6206E0"
+    progress_bar_pulse: Any = "#6206E0"
+    batch_progress: Any = ""
+    time: Any = "dim"
+    processing_speed: Any = "dim underline"
+    metrics: Any = "italic"
+    metrics_text_delimiter: str = " "
+    metrics_format: str = ".3f"
 
 
 class RichProgressBar(LightningsBar):
