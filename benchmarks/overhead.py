@@ -1,4 +1,4 @@
-"""Compares the Trainer's time per step with a hand-written loop (and Lightning, if it is installed).
+"""Compares the time per step of the Trainer and of a Loop with a hand-written loop (and Lightning, if it is installed).
 
 CPU, one thread, an MLP 32-32-2, batches of 4, AdamW; a step lasts from one `training_step` to the next.  Each run has the mean
 over its steps after the warm-up (with flushes and refreshes of the bar) and the median step (less affected by other load on the
@@ -44,8 +44,9 @@ from fabricamp.engine.report.time_spent import TimeSpent
 WARM_UP = 200
 HAND_WRITTEN = "hand-written loop"
 LEAN, DEFAULT = "3 callbacks, 1 log", "everything at default"
+BARE, LOOP = "fabricamp: no callback, no log", "fabricamp.Loop"
 SMALLEST_LOOP_US = 56
-LIMITS = {f"fabricamp: {LEAN}": 15, f"fabricamp: {DEFAULT}": 40}
+LIMITS = {LOOP: 15, f"fabricamp: {LEAN}": 15, f"fabricamp: {DEFAULT}": 40}
 
 
 def new_net():
@@ -89,6 +90,24 @@ def hand_written(steps):
     return times, ""
 
 
+def own_loop(steps):
+    """The hand-written loop with the step of a Loop."""
+    times = Times()
+    run = fabricamp.Loop(accelerator="cpu", devices=1)
+    net = new_net()
+    net, _ = run.prepare(net, torch.optim.AdamW(net.parameters()))
+
+    def loss_of(batch):
+        times.note()
+        features, labels = batch
+        return F.cross_entropy(net(features), labels)
+
+    with run:
+        for batch in run.prepare_data(new_loader(steps)):
+            run.step(loss_of, batch)
+    return times, ""
+
+
 def smallest_loop(steps):
     """Returns the median step of the smallest loop, which measures the machine's speed."""
     net, times = nn.Linear(32, 2), Times()
@@ -106,8 +125,9 @@ def module_class(base):
     """Returns a module class that derives from ``base``, fabricamp's or Lightning's."""
 
     class Classifier(base):
-        def __init__(self, *, prog_bar):
+        def __init__(self, *, prog_bar, logs=True):
             super().__init__()
+            self.logs = logs
             self.net = new_net()
             self.times = Times()
             self.frames = ""
@@ -119,7 +139,8 @@ def module_class(base):
                 self.frames = frames_to_here()
             features, labels = batch
             loss = F.cross_entropy(self.net(features), labels)
-            self.log("loss", loss, prog_bar=self.shown)
+            if self.logs:
+                self.log("loss", loss, prog_bar=self.shown)
             return loss
 
         def configure_optimizers(self):
@@ -155,15 +176,15 @@ def callback_classes(base):
     return Count, Last, Both
 
 
-def trained(package, steps, root, *, everything):
-    """Runs a fit with the defaults, or with three callbacks and nothing else."""
+def trained(package, steps, root, *, everything, bare=False):
+    """Runs a fit with the defaults, with three callbacks and nothing else, or ``bare``, without these."""
     base = getattr(package, "TrainingModule", None) or package.LightningModule
     options = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "default_root_dir": root}
     if not everything:
-        callbacks = [one() for one in callback_classes(package.Callback)]
+        callbacks = [] if bare else [one() for one in callback_classes(package.Callback)]
         options |= {"callbacks": callbacks, "logger": False}
         options |= {"enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
-    module = module_class(base)(prog_bar=everything)
+    module = module_class(base)(prog_bar=everything, logs=not bare)
     package.Trainer(**options).fit(module, new_loader(steps))
     return module.times, module.frames
 
@@ -240,7 +261,8 @@ def profile(kind, steps, root):
 
 def all_runs(steps, root):
     """Returns the functions to run, by name."""
-    runs = {HAND_WRITTEN: partial(hand_written, steps)}
+    runs = {HAND_WRITTEN: partial(hand_written, steps), LOOP: partial(own_loop, steps)}
+    runs[BARE] = partial(trained, fabricamp, steps, root, everything=False, bare=True)
     lightning = find_lightning()
     for name, package in {"fabricamp": fabricamp, "Lightning": lightning}.items():
         if package is not None:

@@ -16,8 +16,8 @@ HEAD = """# Reference
 
 `python docs/render_reference.py` makes this page from the docstrings, which `help(fabricamp.Trainer)` and so on show too.
 [Trainer](#trainer), [TrainingModule](#trainingmodule), [hooks](#order-of-hooks), [DataModule](#datamodule),
-[ResidentLoader](#residentloader), [Callback](#callback), [callbacks](#callbacks), [loggers](#loggers), [strategies](#strategies),
-[Tuner](#tuner), [profilers](#profilers), [precision](#precision), [the rest](#the-rest).
+[ResidentLoader](#residentloader), [Loop](#loop), [Callback](#callback), [callbacks](#callbacks), [loggers](#loggers),
+[strategies](#strategies), [Tuner](#tuner), [profilers](#profilers), [precision](#precision), [the rest](#the-rest).
 """
 ENTRIES = ("fit", "validate", "test", "predict")
 STEPS = ("training_step", "validation_step", "test_step", "predict_step", "configure_optimizers", "configure_callbacks")
@@ -44,6 +44,8 @@ UPDATE = (
     "untoggle_optimizer",
     "toggled_optimizer",
 )
+PASSES = ("begin_epoch", "end_batch", "end_epoch", "restore_rng")
+"""What the passes over a Loop's loader call."""
 INSIDE = {"attach", "log"}
 """What the Trainer calls, and what has a table of its own."""
 
@@ -204,6 +206,12 @@ def data() -> list[str]:
     return [*parts, described("ResidentLoader", fabricamp.data.ResidentLoader, 2, module="fabricamp.data")]
 
 
+def own_loop() -> list[str]:
+    kind = fabricamp.Loop
+    shown = [name for name in documented(kind, public(kind)) if name not in PASSES]
+    return [described("Loop", kind, 2, module="fabricamp"), faces(kind, shown)]
+
+
 def all_callbacks() -> list[str]:
     kind = fabricamp.Callback
     own = documented(kind, [name for name in public(kind) if name not in public(ModuleHooks)])
@@ -292,7 +300,16 @@ def rest() -> list[str]:
 
 
 def render() -> str:
-    parts = [HEAD.strip(), *trainer(), *module(), *data(), *all_callbacks(), *all_loggers(), *all_strategies()]
+    parts = [
+        HEAD.strip(),
+        *trainer(),
+        *module(),
+        *data(),
+        *own_loop(),
+        *all_callbacks(),
+        *all_loggers(),
+        *all_strategies(),
+    ]
     parts += [*searches(), *all_profilers(), *rest()]
     return "\n\n".join(parts) + "\n"
 

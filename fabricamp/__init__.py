@@ -11,9 +11,9 @@ import fabricamp.messages  # noqa: F401 - sets up the logger for all messages
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
+    import fabricamp.core as core  # noqa: F401, PLR0402 - of fabricamp-stubs: it has no file here
     from fabricamp import apex as apex
     from fabricamp import callbacks as callbacks
-    from fabricamp import core as core
     from fabricamp import data as data
     from fabricamp import errors as errors
     from fabricamp import loggers as loggers
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fabricamp.errors import NonFiniteError as NonFiniteError
     from fabricamp.module import TrainingModule as TrainingModule
     from fabricamp.ops import clip_grad_norm_ as clip_grad_norm_
+    from fabricamp.own_loop import Loop as Loop
     from fabricamp.precision import Float8 as Float8
     from fabricamp.precision import OptLevel as OptLevel
     from fabricamp.rng import seed_everything as seed_everything
@@ -83,6 +84,7 @@ _HOMES = {
     "FabricampError": "fabricamp.errors",
     "LightningDataModule": "fabricamp.data:DataModule",
     "LightningModule": "fabricamp.module:TrainingModule",
+    "Loop": "fabricamp.own_loop",
     "NonFiniteError": "fabricamp.errors",
     "Float8": "fabricamp.precision",
     "OptLevel": "fabricamp.precision",

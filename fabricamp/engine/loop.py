@@ -29,6 +29,7 @@ from fabricamp.state import Scope
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from torch import nn
     from torch.autograd.graph import GradientEdge
 
     from fabricamp._utils.types import Batch, Loader, Step
@@ -187,14 +188,7 @@ class TrainingLoop:
         if step is not self._step:
             self._step = step
             self.runner.use(step)
-        # Keeps AccumulateGrad nodes, the leaves of autograd's graph, alive: a parameter has only a weak pointer to its node
-        # (grad_accumulator_), so each step would create the nodes again, holding the GIL.  Other types of parameters (quantised,
-        # sharded) may have no view through which to find the node.
-        self._accumulate_grad_nodes = [
-            get_gradient_edge(parameter)
-            for parameter in self.parts.module.parameters()
-            if type(parameter) is Parameter and parameter.requires_grad
-        ]
+        self._accumulate_grad_nodes = accumulate_grad_nodes(self.parts.module)
 
     def _catch_up(self) -> bool | None:
         """Does the work left when the run was cut; returns None if batches follow, else whether all of the epoch's are done."""
@@ -384,3 +378,16 @@ class TrainingLoop:
         if self.update.overflow_policy is not None:
             self.update.overflow_policy.finish()
         self.metrics.drain()
+
+
+def accumulate_grad_nodes(module: nn.Module) -> list[GradientEdge]:
+    """Returns the AccumulateGrad nodes of the module's parameters, the leaves of autograd's graph: who keeps them keeps them alive.
+
+    A parameter has only a weak pointer to its node (grad_accumulator_), so each step would create the nodes again, holding the GIL.
+    Other types of parameters (quantised, sharded) may have no view through which to find the node.
+    """
+    return [
+        get_gradient_edge(parameter)
+        for parameter in module.parameters()
+        if type(parameter) is Parameter and parameter.requires_grad
+    ]

@@ -66,14 +66,18 @@ class ManualUpdate(Update):
         self._not_stepped = set(self._parts.optimizers)
         self._batch_complete = True
         if self.stepped:
-            # The user's optimizers have stepped: only the end of the step is launched, as self._optimizer is None.
-            loss, self.loss = self.loss, None
-            self.launch_update(loss)
-            self._count_update()
-            self._gradient_scales.move()
+            self.end_step()
         if not self._hooks.wants_outputs:
             return None
         return {} if output is None and self._shows_shares else self._detached(output)
+
+    def end_step(self) -> None:
+        """Ends a step after the last of its optimizers: moves the loss scale, counts the step."""
+        # The user's optimizers have stepped: only the end of the step is launched, as self._optimizer is None.
+        loss, self.loss = self.loss, None
+        self.launch_update(loss)
+        self._count_update()
+        self._gradient_scales.move()
 
     def backward(self, loss: Tensor, *args: Any, loss_id: int = 0, **options: Any) -> None:
         """Implements ``TrainingModule.manual_backward``."""

@@ -226,8 +226,8 @@ class Runner:
         if session.agreement.asked and not self.trainer.state.interrupted:  # too late to stop at a batch
             self.trainer.state.interrupt(session.agreement.asked)
 
-    def _enter(self, fn: TrainerFn, module: TrainingModule, source: GivenData) -> Session:
-        """Sets up the rank, the loggers and the callbacks; returns the session of a run, whose watchdog has started."""
+    def take_rank(self) -> None:
+        """Sets this process's rank and device, and joins the other processes of the run."""
         trainer = self.trainer
         environment = self.environment or trainer.strategy.environment
         if trainer.device_type == "cpu":
@@ -236,6 +236,11 @@ class Runner:
             index = self.device_indices[environment.local_rank % len(self.device_indices)]
             device = torch.device(trainer.device_type, index)
         trainer.strategy.setup_environment(environment, device)
+
+    def _enter(self, fn: TrainerFn, module: TrainingModule, source: GivenData) -> Session:
+        """Sets up the rank, the loggers and the callbacks; returns the session of a run, whose watchdog has started."""
+        trainer = self.trainer
+        self.take_rank()
         join_loggers(trainer)
         self.take_callbacks(module)
         for message in lines_of((*trainer.callbacks, *trainer.loggers)):

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 
 _CPU: Final = torch.device("cpu")
-_BASES: Final = ("fabricamp", "lightning", "pytorch_lightning")
+_LIGHTNINGS: Final = ("lightning", "pytorch_lightning")
 _STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -615,9 +615,14 @@ def _sharded_units(module: nn.Module) -> list[FSDPModule]:
 
 
 def _is_written(module: nn.Module, name: str) -> bool:
-    """Returns whether the user's class defines this step, not only fabricamp's or Lightning's base class."""
+    """Returns whether a class defines this step that is not only fabricamp's or Lightning's base class."""
     owner = next((base for base in type(module).__mro__ if name in vars(base)), None)
-    return name in vars(module) or (owner is not None and owner.__module__.split(".")[0] not in _BASES)
+    return name in vars(module) or (owner is not None and not _is_base(owner.__module__))
+
+
+def _is_base(home: str) -> bool:
+    """Returns whether the base classes of users' modules are in the Python module ``home``."""
+    return home == "fabricamp.module" or home.partition(".")[0] in _LIGHTNINGS
 
 
 def _bytes(number: int) -> str:
