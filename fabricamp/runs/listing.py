@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import socket
 import stat
 import sys
@@ -39,6 +40,8 @@ _ENDING: Final = 24
 """The most columns that the last column is given before other columns are left out."""
 _HEADS: Final = ("run", "started", "steps", "best", "how it ended")
 _LEFT_OUT_FIRST: Final = ("started", "steps", "best")
+_BREAKS_OF_BEST: Final = (" (?=[^ ]+$)", " ")
+"""Before a value, and then before each word."""
 _STYLES = {"finished": "green", "running": "cyan", "unknown": "dim"}
 
 
@@ -185,11 +188,11 @@ def _row(run: Summary, root: Path) -> dict[str, str]:
 def _fitting(rows: Sequence[dict[str, str]], width: int) -> tuple[str, ...]:
     """Returns the columns that a terminal has room for; changes ``best`` to a line for each name and value if that helps."""
     heads: tuple[str, ...] = _HEADS
-    for left_out in (None, "best in lines", *_LEFT_OUT_FIRST):
-        if left_out == "best in lines":
+    for change in (None, *_BREAKS_OF_BEST, *_LEFT_OUT_FIRST):
+        if change in _BREAKS_OF_BEST:
             for row in rows:
-                row["best"] = row["best"].replace(" ", "\n")
-        heads = tuple(head for head in heads if head != left_out)
+                row["best"] = re.sub(change, "\n", row["best"], flags=re.MULTILINE)
+        heads = tuple(head for head in heads if head != change)
         before_last = sum(_width([head, *_column(rows, head)]) + _BETWEEN for head in heads[:-1])
         if before_last + _least(_column(rows, heads[-1])) <= width:
             break
@@ -289,9 +292,7 @@ def _from_logs(folder: Path) -> tuple[int | None, dict[str, float]]:
     steps = max((max(curve.steps) for curve in curves.values()), default=None)
     lowest = {name: min(finite) for name, curve in curves.items() if (finite := [*filter(math.isfinite, curve.values)])}
     # Nothing was monitored, so no checkpoint was chosen by this value.
-    return None if steps is None else steps + 1, {
-        f"lowest {name}": value for name, value in _shown_loss(lowest).items()
-    }
+    return None if steps is None else steps + 1, {f"min {name}": value for name, value in _shown_loss(lowest).items()}
 
 
 def _shown_loss(values: Mapping[str, float]) -> dict[str, float]:

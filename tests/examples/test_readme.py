@@ -169,6 +169,14 @@ def test_the_picture_of_a_step_shows_a_row_of_the_measured_table():
     assert f"an NVIDIA H100, torch {result['torch']}, {result['date']}" in README
 
 
+def test_marks_of_what_only_a_clone_has_are_not_shown():
+    """Markdown takes a line that begins with a comment for HTML, and leaves its text as it is; setup.py reads the marks."""
+    assert re.findall(r"^ *<!--.*-->.+$", README, re.MULTILINE) == []
+    marks = re.findall(r"<!-- (/?clone) -->", README)
+    assert marks == ["clone", "/clone"] * (len(marks) // 2)
+    assert len(marks) >= 10
+
+
 def test_pictures_name_their_machine_and_day():
     from benchmarks import draw_losses
 

@@ -37,7 +37,7 @@ def test_runs_with_their_best_values_and_how_they_ended(capsys, monkeypatch):
     ended = "unknown: no run.json: another trainer's"
     assert rows[2][0::2] == ["of_another_trainer", "10", ended]
     # Nobody has monitored it: the lowest is no checkpoint's.
-    assert rows[2][3] == "lowest val_loss 0.25"
+    assert rows[2][3] == "min val_loss 0.25"
     assert [row[0] for row in rows[:2]] == ["small/version_0", "small/version_1"]
     assert [row[2] for row in rows[:2]] == ["3", "8"]
     assert [row[4] for row in rows[:2]] == ["max_steps=3 reached", "max_epochs=1 reached"]
