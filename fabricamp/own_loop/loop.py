@@ -27,7 +27,14 @@ from fabricamp.engine.kernel_choice import kernel_choice
 from fabricamp.engine.logger_setup import join_loggers
 from fabricamp.engine.run_context import check_shapes
 from fabricamp.engine.source import GivenData
-from fabricamp.errors import CheckpointError, ConfigError, NotCapturableError, UnknownArgumentError, nearest
+from fabricamp.errors import (
+    CheckpointError,
+    ConfigError,
+    FabricampError,
+    NotCapturableError,
+    UnknownArgumentError,
+    nearest,
+)
 from fabricamp.hooks import overrides
 from fabricamp.lightning.lending import detach
 from fabricamp.optimizers.closures import demands_closure, takes_closure
@@ -272,7 +279,11 @@ class Loop:
             self._look(self._function, fn)
         count = self._micro
         self._micro = count + 1
-        outputs = self._run_batch(batch, count, self._feed.last)
+        try:
+            outputs = self._run_batch(batch, count, self._feed.last)
+        except FabricampError as error:
+            _speak_of_the_function(error)
+            raise
         self._update.stepped = False
         if self.batch_is_open:
             self.end_batch()
@@ -705,6 +716,12 @@ def _start_ranks(trainer: Trainer) -> None:
         "test, python -c, or a script in which a run was before) is no script to run again from its first line; write the loop "
         f"into a file and start it by torchrun --nproc_per_node={count} {Path(script).name}, or give devices=1"
     )
+
+
+def _speak_of_the_function(error: FabricampError) -> None:
+    """Lets an error of the Trainer's step speak of what a Loop has in place of ``training_step``."""
+    words = str(error).replace("training_step", "step's function").replace(", or set automatic_optimization=False", "")
+    error.args = (words, *error.args[1:])
 
 
 def _spread(fn: Callable[..., Any], arguments: Any) -> Any:

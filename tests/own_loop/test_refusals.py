@@ -90,5 +90,5 @@ def test_order():
 def test_what_a_function_returns(returned):
     run = Loop(**CPU)
     run.prepare(*linear())
-    with pytest.raises(ConfigError, match="step"):
+    with pytest.raises(ConfigError, match="step's function"):
         run.step(lambda b: returned, 0)

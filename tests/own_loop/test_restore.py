@@ -24,6 +24,7 @@ def loop(optimizer, folder, *, save_at=None, restores=False, epochs=3, **options
     with run:
         if restores:
             assert run.restore("last", schedule=schedule)
+            torch.rand(3)  # what a program draws before its loop goes on changes nothing
         while run.epoch < epochs:
             for batch in train:
                 before = run.global_step
