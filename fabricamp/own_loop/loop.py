@@ -156,7 +156,7 @@ class Loop:
         self._divisor = 1
         self._begun = False
         self._within_step = False
-        self._forwards = 0
+        self._forwards = 0  # since the last update
         self._micro = 0  # calls of step in this epoch
         self._closed = False
         self.batch_is_open = False
@@ -302,20 +302,22 @@ class Loop:
         self._call.function = fn if len(args) == 1 else partial(_spread, fn)
         return update._forward(args[0] if len(args) == 1 else args, 0)
 
-    def backward(self, loss: Tensor, *, loss_id: int = 0) -> None:
-        """Adds the gradients of ``loss``, multiplied by the loss scale; ``loss_id``: the number of its scale, of several losses."""
+    def backward(self, loss: Tensor, *, loss_id: int = 0, **options: Any) -> None:
+        """Adds the gradients of ``loss``, multiplied by the loss scale; ``options`` are those of ``Tensor.backward``.
+
+        ``loss_id`` is the number of the scale, with ``OptLevel(num_losses=)``.
+        """
         update = self._in_parts("backward")
         if self._casts and not self._forwards and not self._within_step:
             raise ConfigError(
                 f"backward got a loss that was not computed at precision {self._trainer.precision_plugin.name!r}; compute it by "
                 "loss = run.forward(fn, batch)"
             )
-        self._forwards = 0 if self._divisor == 1 else self._forwards
         share = loss if self._divisor == 1 else loss / self._divisor
         if self._within_step:
-            update.backward(share, loss_id=loss_id)
+            update.backward(share, loss_id=loss_id, **options)
         else:
-            update.backward_apart(share, loss_id=loss_id)
+            update.backward_apart(share, loss_id=loss_id, **options)
 
     def update(self, *optimizers: Optimizer) -> None:
         """Exchanges, unscales and clips the gradients of the optimizers (by default all), steps them and clears their gradients.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fabricamp.engine.checks.optimizer_states import check_states, keeps_others
 from fabricamp.engine.loop import FitParts, accumulate_grad_nodes
@@ -44,9 +44,9 @@ class NoFeed:
 class ApartUpdate(ManualUpdate):
     """Manual optimization whose backward and update the program may also call outside of a step."""
 
-    def backward_apart(self, loss: Tensor, *, loss_id: int) -> None:
+    def backward_apart(self, loss: Tensor, *, loss_id: int, **options: Any) -> None:
         """Runs backward; a checkpoint may follow before the update, so it has to hold these gradients."""
-        self.backward(loss, loss_id=loss_id)
+        self.backward(loss, loss_id=loss_id, **options)
         self._batch_complete = True
         self._accumulates = True
 

@@ -131,6 +131,17 @@ def test_forward_backward_update_is_a_step(level):
     assert model.weight.dtype == torch.float32
 
 
+def test_one_forward_may_have_two_backwards():
+    run, model, optimizer = one_net(precision="O1")
+    scores = run.forward(model, batches()[0])
+    run.backward(scores.square().mean(), retain_graph=True)
+    run.backward(scores.mean())
+    run.update(optimizer)
+    whole, other, _ = one_net(precision="O1")
+    whole.step(lambda x: (scores := other(x)).square().mean() + scores.mean(), batches()[0])
+    torch.testing.assert_close(model.weight, other.weight)
+
+
 def test_accumulated_parts_are_the_mean():
     whole, model, _ = one_net()
     whole.step(lambda x: model(x).square().mean(), batches().flatten(0, 1))
