@@ -5,8 +5,8 @@
 
 The network is torchtitan's own ``Transformer``, built on the meta device, for each way; torchtitan 0.2.2 has to be installed.  Each
 way trains in fresh processes, started by torchrun, in turn; the rounds begin with another way each.  The tokens are synthetic, the
-same in all ways, 8,192 a sample.  All train with AdamW, clipped to a norm of 1, at a constant rate.  First values have the same
-distributions and are not the same numbers, as each way fills the network itself.
+same in all ways, 8,192 a sample.  All train with AdamW, clipped to a norm of 1, at a constant rate.  First values are of the same
+distributions by the same seed, and other numbers, as each way fills the network itself.
 
 - "torchtitan": its model converters, ``parallelize_llama`` (each block compiled; ``fully_shard`` with embedding, blocks, and norm
   with head as units, gathered in bf16), its compiled loss, its optimizers (torch's fused AdamW), its clipping and its garbage
@@ -50,7 +50,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -62,6 +62,7 @@ OUT = "TITAN_OUT"
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 SEGMENTS = {"expandable": "expandable_segments:True", "plain": ""}
 CLIP, LR, BETAS, DECAY = 1.0, 3e-4, (0.9, 0.95), 0.1
+SEED = 0
 ROWS = 64
 """Samples that differ; they repeat, so that reading them takes no time."""
 FIRST_LOSSES = 20
@@ -250,6 +251,7 @@ def by_torchtitan(way: Way, work: Work, device: torch.device) -> None:
         float8.enable_fsdp_float8_all_gather = float8.precompute_float8_dynamic_scale_for_fsdp = True
         float8.filter_fqns, float8.emulate = ["output"], not on_gpu
     dims = ParallelDims(dp_replicate=1, dp_shard=-1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=ranks)
+    config.debug.seed = SEED
     collection = GarbageCollection(gc_freq=config.training.gc_freq)
     dist_utils.set_determinism(dims, device, config.debug, distinct_seed_mesh_dims=["pp"])
     arguments = work.network_arguments()
@@ -299,12 +301,13 @@ def by_fabricamp(way: Way, work: Work, device: torch.device) -> None:
     from torchtitan.models.llama3 import Transformer
     from torchtitan.models.llama3.model.model import TransformerBlock
 
-    from fabricamp import Callback, Compile, Float8, Trainer, TrainingModule
+    from fabricamp import Callback, Compile, Float8, Trainer, TrainingModule, seed_everything
     from fabricamp.nn import FusedLinearCrossEntropy
     from fabricamp.optimizers import FusedAdam
     from fabricamp.strategies import FSDP
 
     on_gpu = device.type == "cuda"
+    seed_everything(SEED, verbose=False)
     clock = Clock(work, device)
     arguments = work.network_arguments()
 
@@ -314,6 +317,11 @@ def by_fabricamp(way: Way, work: Work, device: torch.device) -> None:
                 self.net = Transformer(arguments)
                 if way.head:
                     self.head, self.net.output = FusedLinearCrossEntropy.of(self.net.output), None
+
+        def init_weights(self) -> None:
+            if way.head:  # as the network would fill its own
+                std = float(arguments.dim**-0.5)
+                nn.init.trunc_normal_(self.head.weight, std=std, a=-3 * std, b=3 * std)
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             tokens, labels = batch
