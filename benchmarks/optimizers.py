@@ -10,9 +10,11 @@ Share: the bandwidth of the necessary bytes in the GPU time, divided by that of 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import platform
+import re
 import statistics
 import sys
 import time
@@ -23,6 +25,8 @@ import torch
 from torch import nn
 
 from fabricamp import ops
+from fabricamp.ops import bridge
+from fabricamp.ops.table import THREADS, Table
 from fabricamp.optimizers import LARC, FusedAdagrad, FusedAdam, FusedLAMB, FusedLion, FusedNovoGrad, FusedSGD
 from fabricamp.precision import Clip, OptLevel
 from fabricamp.strategies.base import Strategy
@@ -61,6 +65,43 @@ SETS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
 
 # Bytes per parameter above the step's own floor.  O1 reads its gradients twice.  O2 and O5 do so in half, and write a half copy.
 EXTRA = {"O1": 4, "O2": 2, "O5": 2}
+
+
+EIGHT_BITS: dict[str, Any] = {"masters": "remainder", "state": "8bit"}
+PLAIN = "O5 ours, remainder and int8, evenly spaced"
+"""The row of a kernel with codes that cost nothing to compute, so that the time of codes and that of bytes are told apart."""
+
+
+class PlainRule(ops.AdamRule):
+    """Adam's kernel with evenly spaced codes: no option of fabricamp, since small values become 0."""
+
+    @classmethod
+    def launch(cls, table: Table, steering: ops.Steering) -> None:
+        """Updates every row of ``table``."""
+        kernel, struct = plain_kernel(table)
+        kernel(table.chunks, THREADS, struct, *steering.arguments())
+
+
+@functools.cache
+def plain_kernel(table: Table) -> tuple[bridge.Kernel, Any]:
+    text = bridge.source("adam", tuple(table._kinds))
+    bodies = {
+        "float value_of(int code)": "return code / (LEVELS == 7 ? 127.f : 255.f);",
+        "unsigned code_of(float share)": "return __float_as_uint(fmaf(share, LEVELS == 7 ? 127.f : 255.f, 8388608.f));",
+    }
+    for head, body in bodies.items():
+        text, count = re.subn(
+            rf"({re.escape(head)}) {{.*?^}}", rf"\1 {{ {body} }}", text, flags=re.DOTALL | re.MULTILINE
+        )
+        assert count == 1, head
+    compiled = bridge.COMPILERS["cuda"](text, "adam", table.device)
+    return bridge.Kernel(compiled, table.device, bridge.parameter_types(text, "adam")), table._as_struct()
+
+
+class PlainAdam(FusedAdam):
+    """AdamW with :class:`PlainRule`."""
+
+    rule = PlainRule
 
 
 class Case(NamedTuple):
@@ -113,6 +154,10 @@ CASES: dict[str, Case] = {
                 lambda p: FusedAdam(p, lr=1e-4, weight_decay=0.01, masters="remainder", state="bf16"),
                 20,
             ),
+            # And a scale of each state per 256 elements.
+            ("O4 ours, 8bit", lambda p: FusedAdam(p, lr=1e-4, weight_decay=0.01, state="8bit"), 20),
+            ("O5 ours, remainder and 8bit", lambda p: FusedAdam(p, lr=1e-4, weight_decay=0.01, **EIGHT_BITS), 16),
+            (PLAIN, lambda p: PlainAdam(p, lr=1e-4, weight_decay=0.01, **EIGHT_BITS), 16),
         ),
     ),
     "lamb": Case(
@@ -138,6 +183,14 @@ CASES: dict[str, Case] = {
         torchs=lambda p, **how: torch.optim.SGD(p, lr=1e-4, momentum=0.9, weight_decay=0.01, **how),
         fused=True,
         floor=20,  # reads p, g, m; writes p, m
+        # Reads g twice, p, r, m; writes p, r, m.
+        compact=(
+            (
+                "O5 ours, remainder and 8bit",
+                lambda p: FusedSGD(p, lr=1e-4, momentum=0.9, weight_decay=0.01, **EIGHT_BITS),
+                14,
+            ),
+        ),
     ),
     "adagrad": Case(
         ours=lambda p: FusedAdagrad(p, lr=1e-4, weight_decay=0.01),
@@ -150,6 +203,9 @@ CASES: dict[str, Case] = {
         torchs=None,
         fused=False,
         floor=20,  # reads p, g, m; writes p, m
+        compact=(
+            ("O5 ours, remainder and 8bit", lambda p: FusedLion(p, lr=1e-4, weight_decay=0.01, **EIGHT_BITS), 14),
+        ),
     ),
     "larc": Case(
         ours=lambda p: LARC(FusedSGD(p, lr=1e-4, momentum=0.9, weight_decay=0.01)),
@@ -358,7 +414,7 @@ def update_rows(case: Case, shapes: list[tuple[int, ...]]) -> dict[str, Result]:
     rows = {f"{level} ours": through_precision(level, case, shapes, repeat) for level in ("O1", "O2", "O5")}
     for row, make, _ in case.compact:
         rows[row] = through_precision(row[:2], case._replace(ours=make), shapes, repeat)
-    if case.compact:
+    if case is CASES["adam"]:
         rows |= of_others(shapes, repeat)
     if case.torchs is not None and case.fused:
         rows["O1 GradScaler, clip, torch fused"] = with_grad_scaler(case, shapes, repeat, clip=True)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Final, TypeGuard, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -147,6 +147,9 @@ def check_optimizers(optimizers: list[Optimizer], module: nn.Module) -> None:
             )
 
 
+_EMBEDDINGS: Final = (nn.Embedding, nn.EmbeddingBag)
+
+
 def name_parameters(optimizers: Iterable[OptimizerFace], module: nn.Module) -> None:
     """Tells fused optimizers the names of the module's parameters and the run's seed, from which their states' rounding follows."""
     for optimizer in optimizers:
@@ -158,6 +161,8 @@ def name_parameters(optimizers: Iterable[OptimizerFace], module: nn.Module) -> N
         for name, parameter in module.named_parameters(remove_duplicate=False):
             plain = plain_name(name)
             inner.names[parameter] = min(plain, inner.names.get(parameter, plain))
+        wide = [part for part in module.modules() if isinstance(part, _EMBEDDINGS) or "Norm" in type(part).__name__]
+        inner.wide_names = frozenset(inner.names[one] for part in wide for one in part.parameters(recurse=False))
 
 
 @contextlib.contextmanager

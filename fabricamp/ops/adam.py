@@ -22,6 +22,7 @@ class AdamRule(Rule):
 
     kernel: ClassVar[str] = "adam"
     states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    squares: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
     cells: ClassVar[tuple[str, ...]] = ("step",)
 
     lr: float | Tensor

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fabricamp.ops import draws
+from fabricamp.ops import codes, draws
+from fabricamp.ops import table as tables
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.reference import prepared, rounded, unless_skipped, widened
 from fabricamp.ops.remainders import wide_values, write_values
@@ -40,6 +41,10 @@ class Rows(NamedTuple):
     """The ranks that hold the other shards of these rows, for rules that need norms of rows."""
     sources: Sequence[draws.Source] | None = None
     """Where the bits come from by which bf16 states are rounded; None: they are rounded to nearest."""
+    counts: Sequence[Tensor] | None = None
+    """The numbers of steps (fp32) for these bits, where the rule's cells have none."""
+    scales: Sequence[Sequence[Tensor | None]] = ()
+    """For each of the rule's states the scales (fp32, 1 x blocks of 256) of rows whose state is codes; empty: no row's is."""
 
 
 class Steering(NamedTuple):
@@ -74,6 +79,8 @@ class Rule:
     """Names of the state tensors with the parameter's shape."""
     cells: ClassVar[tuple[str, ...]] = ()
     """Names of the single numbers in the state, fp32."""
+    squares: ClassVar[tuple[str, ...]] = ()
+    """Names of the states that are never negative."""
     wide_cells: ClassVar[tuple[str, ...]] = ()
     """Names of the cells with the state's dtype: fp64 for fp64 parameters."""
     shared: SharedRows | None = None
@@ -103,14 +110,33 @@ class Rule:
         """Returns the scaled and clamped gradients for :meth:`step`, in the dtypes of ``parameters``."""
         return prepared(rows.gradients, parameters, steering.state, steering.limit)
 
+    def _read_states(self, number: int, narrow: Tensors, rows: Rows) -> Tensors:
+        """Returns the states ``number`` of all rows for :meth:`step`."""
+        if not rows.scales or not any(map(codes.is_coded, narrow)):
+            return widened(narrow)
+        squares = self.states[number] in self.squares
+        return [
+            widened((state,))[0] if scales is None else codes.decoded(state, scales, squares=squares)
+            for state, scales in zip(narrow, rows.scales[number], strict=True)
+        ]
+
     def _write_states(self, number: int, wide: Tensors, narrow: Tensors, rows: Rows) -> None:
-        """Writes the states ``number`` of all rows, after :meth:`step`, which has counted it in the first cells."""
+        """Writes the states ``number`` of all rows, after the step has been counted."""
+        if rows.scales and wide is not narrow:
+            squares = self.states[number] in self.squares
+            for value, state, scales in zip(wide, narrow, rows.scales[number], strict=True):
+                if scales is not None:
+                    codes.encode_into(value, state, scales, squares=squares)
+                elif state is not value:
+                    state.copy_(value)
+            return
         if rows.sources is None or wide is narrow:
             rounded(wide, narrow)
             return
+        counts = rows.counts or rows.cells[self.cells.index("step")]
         for row, (value, state) in enumerate(zip(wide, narrow, strict=True)):
             if state.dtype is torch.bfloat16:
-                draws.round_into(value, state, rows.sources[row], rows.cells[0][row], number, rows.parameters[row])
+                draws.round_into(value, state, rows.sources[row], counts[row], number, rows.parameters[row])
             elif state is not value:
                 state.copy_(value)
 
@@ -123,8 +149,10 @@ class Rule:
 
         def update() -> None:
             parameters = wide_values(rows.parameters, rows.copies)
-            wide_states = [widened(column) for column in states]
+            wide_states = [self._read_states(number, column, rows) for number, column in enumerate(states)]
             self.step(self.gradients(rows, parameters, steering), parameters, wide_states, rows.cells)
+            if rows.counts is not None:
+                torch._foreach_add_(list(rows.counts), 1.0)
             for number, (wide, narrow) in enumerate(zip(wide_states, states, strict=True)):
                 self._write_states(number, wide, narrow, rows)
             write_values(parameters, rows.parameters, rows.copies)
@@ -132,7 +160,7 @@ class Rule:
         if steering.state is None or not steering.skips:
             update()
             return
-        columns = (rows.parameters, *states, *rows.cells, rows.copies or ())
+        columns = (rows.parameters, *states, *rows.cells, rows.counts or (), *rows.scales, rows.copies or ())
         written = [tensor for column in columns for tensor in column if tensor is not None]
         unless_skipped(steering.state, written, update)
 
@@ -156,7 +184,13 @@ def update(
         rule.reference(rows, steering)
         return
     columns = rows.gradients, rows.parameters, *rows.states, rows.copies or [None] * len(rows.parameters)
-    table = Table(columns, cells=rows.cells, numbers=numbers_of(rows.sources), device=device)
+    table = Table(
+        columns,
+        cells=cells_of(rows.cells, rows.counts, rows.scales),
+        numbers=numbers_of(rows.sources),
+        device=device,
+        chunk_size=chunk_size_for(rows.scales),
+    )
     table.set_scalars([rule.scalars()])
     if norm is None:
         steering = steering._replace(norm=rule.measure(table, steering))
@@ -166,6 +200,20 @@ def update(
 def numbers_of(sources: Sequence[draws.Source] | None) -> list[list[int]]:
     """Returns the numbers of a table's rows, as the kernels' ``Draws`` read them."""
     return [] if sources is None else [[source.key for source in sources], [source.first for source in sources]]
+
+
+def cells_of(
+    cells: Sequence[Sequence[Tensor | None]],
+    counts: Sequence[Tensor | None] | None,
+    scales: Sequence[Sequence[Tensor | None]],
+) -> list[Sequence[Tensor | None]]:
+    """Returns the cells of a table in the kernels' order."""
+    return [*cells, *([] if counts is None else [counts]), *scales]
+
+
+def chunk_size_for(scales: Sequence[object]) -> int:
+    """Returns the size of a table's chunks: whole blocks, if rows have ``scales``."""
+    return max(tables.CHUNK_SIZE, codes.BLOCK) if scales else tables.CHUNK_SIZE
 
 
 def function_of(kind: type[Rule]) -> Callable[..., None]:
@@ -178,10 +226,13 @@ def function_of(kind: type[Rule]) -> Callable[..., None]:
         state: StepState | None = None,
         limit: float | None = None,
         sources: Sequence[draws.Source] | None = None,
+        counts: Sequence[Tensor] | None = None,
+        scales: Sequence[Sequence[Tensor | None]] = (),
     ) -> None:
         gradients, parameters, *columns, rule = arguments
         count = len(kind.states)
-        rows = Rows(gradients, parameters, columns[:count], columns[count:], copies, sources=sources)
+        lists = gradients, parameters, columns[:count], columns[count:], copies
+        rows = Rows(*lists, sources=sources, counts=counts, scales=scales)
         update(rule, rows, state, limit=limit)
 
     function.__name__ = function.__qualname__ = kind.kernel

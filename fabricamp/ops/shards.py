@@ -57,6 +57,15 @@ def first_element(tensor: Any) -> int:
     return first
 
 
+def shards_of(tensor: Any) -> int:
+    """Returns the number of shards of ``tensor`` along its first dimension; 1 if it is whole on this rank."""
+    if not is_shard(tensor):
+        return 1
+    sizes = [tensor.device_mesh.size(dimension) for dimension in range(tensor.device_mesh.ndim)]
+    pairs = zip(tensor.placements, sizes, strict=True)
+    return math.prod([size for placement, size in pairs if not placement.is_replicate()])
+
+
 class MemoryOf:
     """Where tensors are now; of sharded ones, where this rank's shards are."""
 

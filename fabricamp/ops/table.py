@@ -24,7 +24,8 @@ all rows of the table: word ``lines[line * rows + row]``.  With C columns and K 
     3 + C + K     number 0 of the row itself, such as the key of its draws; only in tables with numbers
     ...
 
-A fused optimizer's columns are gradient, parameter, the rule's states, half copy; its cells are the rule's cells, then the flag.
+A fused optimizer's columns are gradient, parameter, the rule's states, half copy; its cells are the rule's cells, a count of
+steps or the scales of states that are codes (:func:`~fabricamp.ops.rules.cells_of`), then the flag.
 Between steps only lines 2 and 3 are uploaded again; the addresses of a captured step are uploaded to a matrix of their own.
 Beside the matrix, device memory holds the row of each chunk (int32), a counter of finished chunks per row (int32, see
 ``last_of_row`` in common.cuh), and the scalars (fp64, one line per group).
@@ -70,9 +71,9 @@ class Table:
     """Rows of tensors on one device, ready for any kernel that takes their columns.
 
     ``columns`` are lists of equal length; an entry is None if the row does not have the column.  Kernels skip a row if its column
-    0 is None.  ``cells`` are columns of single values (step counts), ``numbers`` columns of numbers that stay (int64).  ``flags``
-    is the index of an fp32 cell: kernels skip the rows in which this cell is 0.  ``groups`` gives the group number of each row: the
-    row reads the ``scalars`` of this group.
+    0 is None.  ``cells`` are columns of single values (step counts) or of tensors of other shapes, ``numbers`` columns of numbers
+    that stay (int64).  ``flags`` is the index of an fp32 cell: kernels skip the rows in which this cell is 0.  ``groups`` gives the
+    group number of each row: the row reads the ``scalars`` of this group.
     ``shared``: describes the rows that are shards of tensors on several ranks.
     Column 0 is only read, unless a launch says otherwise (``first_written``); the other columns may be written.
     """

@@ -21,7 +21,9 @@ from torch.optim.optimizer import required
 
 from fabricamp import ops
 from fabricamp._utils.keywords import NamesKeywords
+from fabricamp.arguments.checks import check_choice
 from fabricamp.errors import ConfigError
+from fabricamp.ops import codes
 from fabricamp.ops.draws import Source, key_of
 from fabricamp.ops.shards import SharedRows, any_shard, first_element, local, local_gradient
 from fabricamp.ops.table import Table
@@ -29,7 +31,7 @@ from fabricamp.ops.uploads import is_capturing
 from fabricamp.optimizers import refusals
 from fabricamp.optimizers.refusals import UnsupportedError, owned_parameters
 from fabricamp.optimizers.rows import LAST, DeviceParams, GroupScalars, RowsCacheKey, zero_gradients
-from fabricamp.optimizers.state_dicts import as_cell, load_into, load_state, tell_other_format
+from fabricamp.optimizers.state_dicts import as_cell, keep_as, keep_loaded, load_into, load_state, name_of_scales
 from fabricamp.torch_private import global_optimizer_post_hooks, global_optimizer_pre_hooks, profiler_enabled
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 
     from fabricamp._utils.types import Closure, ParamGroup, StateDict
 
+KEEPING: Final = ("masters", "state_format", "seed")
+"""The options of an optimizer that keeps masters and states in several ways."""
 _grad: Final = operator.attrgetter("grad")
 _params: Final = operator.itemgetter("params")
 
@@ -77,10 +81,12 @@ class FusedOptimizer(NamesKeywords, Optimizer):
     remainders: Mapping[Tensor, Tensor] = MappingProxyType({})
     """For each bf16 parameter the bits that it lacks (int16), which a step updates too: set by a Precision."""
     state_format = "fp32"
-    """How states with the parameter's shape are kept: "fp32", or "bf16" with stochastic rounding (see :class:`FusedAdam`)."""
+    """How states with the parameter's shape are kept: "fp32", "bf16" or "8bit" (see :class:`FusedAdam`)."""
     names: MutableMapping[Tensor, str] | None = None
     """The parameters' names in the module, which with ``seed`` choose the bits of stochastic rounding; None: their numbers here."""
     seed = 0
+    wide_names: frozenset[str] = frozenset()
+    """Names of the parameters of embeddings and norms, whose states "8bit" keeps in fp32."""
     _parts: list[DeviceParams] | None = None  # the rows, one part per device; None: the next step builds them
     _rows_key: RowsCacheKey | None = None
     _copies: Sequence[Tensor | None] | None = None
@@ -204,7 +210,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
     def _holds_state(self, parts: Sequence[DeviceParams], parameters: Sequence[Tensor]) -> bool:
         """Whether the rows still hold the tensors of the state, after the state was changed."""
         state = self.state
-        names = (*self.rule.states, *self.rule.cells)
+        names = (*self.rule.states, *self.rule.cells, *self._names_beside)
         for part in parts:
             for row, index in enumerate(part.indices):
                 entry = state.get(parameters[index]) or {}
@@ -266,13 +272,15 @@ class FusedOptimizer(NamesKeywords, Optimizer):
                 flags=None if flags is None else [flags[index] for index in indices],
                 shared=SharedRows.of([parameters[index] for index in indices]),
                 sources=self._sources_of(parameters, indices),
+                counts=[entry["step"] for entry in entries] if self._counts_steps else None,
+                scales=[[local(entry.get(name)) for entry in entries] for name in self._scale_names],
             )
             parts.append(part)
         return parts
 
     def _sources_of(self, parameters: Sequence[Tensor], indices: Sequence[int]) -> list[Source] | None:
         """Returns where the bits come from that round the states of these parameters; None for states that need none."""
-        if self.state_format == "fp32":
+        if self.state_format != "bf16":
             return None
         given = [name for group in self.param_groups for name in group.get("param_names", ())]
         own = given if len(given) == len(parameters) else list(map(str, range(len(parameters))))
@@ -282,23 +290,61 @@ class FusedOptimizer(NamesKeywords, Optimizer):
             for index in indices
         ]
 
+    def _keep(self, masters: str, state: str, *, own_masters: bool = False) -> None:
+        """Checks and sets how masters and states are kept; ``own_masters``: the optimizer has fp32 masters in its state."""
+        check_choice("state", state, ("fp32", "bf16", "8bit"))
+        refusals.check_masters(type(self).__name__, masters, own=own_masters)
+        self.masters = masters
+        self.state_format = state
+
+    @property
+    def _counts_steps(self) -> bool:
+        """Whether the state has a number of steps for the bits of stochastic rounding alone."""
+        return self.state_format == "bf16" and "step" not in self.rule.cells
+
+    @property
+    def _names_beside(self) -> list[str]:
+        """The names of what the state has beside the rule's states and cells."""
+        return ["step", *self._scale_names] if self._counts_steps else self._scale_names
+
+    @property
+    def _scale_names(self) -> list[str]:
+        """The names of the scales of states that are codes; empty if no state may be."""
+        return list(map(name_of_scales, self.rule.states)) if self.state_format == "8bit" else []
+
+    def _kept(self, parameter: Tensor) -> torch.dtype:
+        """Returns the dtype of the states of ``parameter``."""
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        if wide is not torch.float32 or self.state_format == "fp32":
+            return wide
+        if self.state_format == "bf16":
+            return torch.bfloat16
+        named = self.names is not None and self.names.get(parameter) in self.wide_names
+        return codes.DTYPE if codes.fits(parameter) and not named else wide
+
     def _fill_state(self, parameter: Tensor) -> None:
-        """Creates the missing state tensors of a parameter."""
+        """Creates the missing state tensors of a parameter, and those that are kept otherwise here."""
         if not parameter.is_floating_point():
             raise UnsupportedError(
                 f"{type(self).__name__} got a parameter of {parameter.dtype}; it updates fp32, fp16, bf16 and fp64"
             )
         state = self.state[parameter]
         wide = torch.promote_types(parameter.dtype, torch.float32)
-        kept = torch.bfloat16 if self.state_format == "bf16" and wide is torch.float32 else wide
+        kept = self._kept(parameter)
         for name in self.rule.states:
             if name not in state:
                 state[name] = torch.zeros_like(parameter, dtype=kept, memory_format=torch.preserve_format)
-            elif kept is torch.bfloat16 and isinstance(state[name], Tensor) and state[name].dtype is torch.float32:
-                state[name] = state[name].to(kept)
+                if kept is codes.DTYPE:
+                    state[name_of_scales(name)] = codes.scales_for(parameter)
+            else:
+                keep_as(kept, state, name, parameter, squares=name in self.rule.squares)
         for name in self.rule.cells:
             dtype = wide if name in self.rule.wide_cells else torch.float32
             state[name] = as_cell(state.get(name, 0.0), dtype, parameter.device)
+        if self._counts_steps:
+            state["step"] = as_cell(state.get("step", 0.0), torch.float32, parameter.device)
+        elif "step" not in self.rule.cells:
+            state.pop("step", None)
         if self.master_weights and wide != parameter.dtype and "master_param" not in state:
             state["master_param"] = parameter.detach().to(wide)
 
@@ -463,7 +509,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         rule = self.rule
         narrow_cells = [name for name in rule.cells if name not in rule.wide_cells]
         load_state(self, super().load_state_dict, state_dict, rule.states, rule.cells, narrow_cells)
-        tell_other_format(self, state_dict, rule.states)
+        keep_loaded(self, state_dict, self._kept)
         if captured is not None:
             load_into(captured, self.state)
 

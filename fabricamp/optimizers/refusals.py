@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fabricamp.arguments.checks import check_choice
 from fabricamp.errors import ConfigError, NotCapturableError
+from fabricamp.ops.codes import is_coded
 from fabricamp.ops.shards import first_element, is_shard, local
 from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.ops.uploads import is_capturing
@@ -190,7 +191,7 @@ def _is_alike(value: object, parameter: Tensor) -> bool:
     if is_shard(value) != is_shard(parameter):
         return False
     own = local(value)
-    if not isinstance(own, Tensor) or is_wrapper(own) or not own.is_floating_point():
+    if not isinstance(own, Tensor) or is_wrapper(own) or not (own.is_floating_point() or is_coded(own)):
         return False
     shard = local(parameter)
     return (own.shape, own.device) == (shard.shape, shard.device)

@@ -16,7 +16,7 @@ from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.draws import Source
 from fabricamp.ops.layouts import addresses
 from fabricamp.ops.remainders import is_remainder
-from fabricamp.ops.rules import numbers_of
+from fabricamp.ops.rules import cells_of, chunk_size_for, numbers_of
 from fabricamp.ops.shards import SharedRows, local
 from fabricamp.ops.statistics import sum_squares
 from fabricamp.ops.table import Table
@@ -53,6 +53,8 @@ class DeviceParams:
         flags: list[Tensor | None] | None,
         shared: SharedRows | None = None,
         sources: list[Source] | None = None,
+        counts: list[Tensor] | None = None,
+        scales: Sequence[list[Tensor | None]] = (),
     ) -> None:
         self.device = device
         self._shared = shared
@@ -67,6 +69,8 @@ class DeviceParams:
         self._copied = any(copy is not None for copy in copies)  # half copies, or remainders
         self._flags = flags
         self._sources = sources
+        self._counts = counts
+        self._scales = scales
         self._gradients: Column = ()
         # Forward reads a master's half copy, and no backward goes through the master: autograd has to know about the copy.
         self._written = [
@@ -80,24 +84,31 @@ class DeviceParams:
         self._holds_captured = False
         self.table: Table | None = None
         if runs_kernels(device):
+            own = cells_of(cells, counts, scales)
             self.table = Table(
                 [[None] * len(indices), parameters, *states, copies],
                 device=device,
-                cells=cells if flags is None else [*cells, flags],
+                cells=own if flags is None else [*own, flags],
                 numbers=numbers_of(sources),
-                flags=-1 if flags is None else len(cells),
+                flags=-1 if flags is None else len(own),
                 groups=groups,
+                chunk_size=chunk_size_for(scales),
                 shared=shared,
             )
 
+    @property
+    def _beside(self) -> list[Column]:
+        """What the state has beside tensors of the parameters' shapes."""
+        return cells_of(self._cells, self._counts, self._scales)
+
     def has(self, row: int, target: Tensor, state: Column) -> bool:
-        """Whether ``row`` consists of these tensors: ``target`` is its parameter, ``state`` its state tensors, then its cells."""
-        own = (column[row] for column in (*self._states, *self._cells))
+        """Whether ``row`` consists of these tensors: its parameter ``target``, and its state tensors, cells and scales."""
+        own = (column[row] for column in (*self._states, *self._beside))
         return target is self._parameters[row] and all(map(operator.is_, own, state))
 
     def written_by(self, row: int) -> list[Tensor]:
-        """Returns what an update writes of ``row``: its parameter, its state tensors and cells, and its copy."""
-        columns: list[Column] = [self._parameters, *self._states, *self._cells, self._copies]
+        """Returns what an update writes of ``row``: its parameter, its state tensors, cells and scales, and its copy."""
+        columns: list[Column] = [self._parameters, *self._states, *self._beside, self._copies]
         return [tensor for column in columns if (tensor := column[row]) is not None]
 
     def take(self, values: Sequence[Value]) -> Sequence[Value]:
@@ -164,7 +175,8 @@ class DeviceParams:
                 gradients.append(gradient)
         if len(chosen) == len(self.indices):  # all of them, as in most steps of most optimizers
             copies = self._copies if self._copied else None
-            return Rows(gradients, self._parameters, self._states, self._cells, copies, self._shared, self._sources)
+            own = self._states, self._cells, copies, self._shared, self._sources, self._counts, self._scales
+            return Rows(gradients, self._parameters, *own)
         return Rows(
             gradients,
             [self._parameters[row] for row in chosen],
@@ -173,6 +185,8 @@ class DeviceParams:
             [self._copies[row] for row in chosen],
             None if self._shared is None else self._shared.chosen(chosen),
             None if self._sources is None else [self._sources[row] for row in chosen],
+            None if self._counts is None else [self._counts[row] for row in chosen],
+            [[scales[row] for row in chosen] for scales in self._scales],
         )
 
     def mark_written(self, table: Table) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.optim.optimizer import required
 
 from fabricamp.errors import ConfigError
 from fabricamp.ops import Rule, SgdRule
-from fabricamp.optimizers.base import FusedOptimizer
+from fabricamp.optimizers.base import KEEPING, FusedOptimizer
 from fabricamp.optimizers.refusals import at_least_0
 from fabricamp.optimizers.rows import DeviceParams
 
@@ -25,7 +25,7 @@ class FusedSGD(FusedOptimizer):
 
     ``lr`` has no default, but each group may set its own.  ``materialize_master_grads`` is accepted without effect: the step reads
     half gradients directly.  A parameter has a ``momentum_buffer`` if its group has momentum.  The first gradient added to the
-    buffer is not dampened, in whichever step that happens.
+    buffer is not dampened, in whichever step that happens.  ``masters`` and ``state``: as of :class:`FusedAdam`.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = FusedSGD([weight], lr=0.1, momentum=0.9)
@@ -37,6 +37,7 @@ class FusedSGD(FusedOptimizer):
     rule: ClassVar[type[Rule]] = SgdRule
     options: ClassVar[tuple[str, ...]] = (
         *FusedOptimizer.options,
+        *KEEPING,
         "wd_after_momentum",
         "materialize_master_grads",
         "most_recent_scale",
@@ -58,7 +59,10 @@ class FusedSGD(FusedOptimizer):
         set_grad_none: bool = False,
         *,
         maximize: bool = False,
+        masters: Literal["fp32", "remainder"] = "fp32",
+        state: Literal["fp32", "bf16", "8bit"] = "fp32",
     ) -> None:
+        self._keep(masters, state)
         if not at_least_0(momentum):
             raise ConfigError(f"FusedSGD got momentum={momentum!r}; it has to be a number, 0 or more")
         if nesterov and (momentum == 0 or dampening != 0):

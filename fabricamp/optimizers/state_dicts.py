@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 from fabricamp._utils.first_rank import started_rank
 from fabricamp.errors import CheckpointError
+from fabricamp.ops import codes
+from fabricamp.ops.shards import is_shard, local
 from fabricamp.optimizers.refusals import owned_parameters
 
 if TYPE_CHECKING:
@@ -60,20 +62,85 @@ def load_state(
     for group, before in zip(optimizer.param_groups, options, strict=True):
         for key, value in before.items():
             group.setdefault(key, value)
-    _restore_full_precision(optimizer, normalised[0], narrow_cells)
+    _restore_full_precision(optimizer, normalised[0], states, narrow_cells)
 
 
-def tell_other_format(optimizer: FusedOptimizer, state_dict: StateDict, states: Sequence[str]) -> None:
-    """Logs a line if the loaded states are kept in another format here."""
+def name_of_scales(name: str) -> str:
+    """Returns the name of the scales of the state ``name``, which are kept beside its codes."""
+    return f"{name}_scales"
+
+
+@torch.no_grad()
+def keep_as(dtype: torch.dtype, entry: dict[str, Any], name: str, parameter: Tensor, *, squares: bool) -> bool:
+    """Makes codes in ``entry`` values, or values codes or bf16, if states of ``parameter`` are kept so here.
+
+    Returns whether codes of other shards were rounded again.  A tensor that is no state of ``parameter`` stays, to be refused.
+    """
+    value, scales = entry[name], entry.get(name_of_scales(name))
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return False
+    own = codes.scales_for(parameter) if dtype is codes.DTYPE else None
+    coded = codes.is_coded(value)
+    if coded:
+        if not isinstance(scales, Tensor):
+            raise CheckpointError(
+                f"the state has codes of 8 bits as {name!r} and no {name_of_scales(name)!r}, without which they mean nothing; give "
+                "the whole state dict"
+            )
+        if own is not None and codes.has_same_blocks(value.shape, len(scales), len(own)):
+            if scales.shape != own.shape or is_shard(scales) != is_shard(own):
+                entry[name_of_scales(name)] = codes.moved(scales, value, own)
+            return False
+        values = codes.decoded(value, scales, squares=squares)
+        del entry[name_of_scales(name)]
+    elif own is not None or (dtype is torch.bfloat16 and value.dtype is torch.float32):
+        values = local(value)
+    else:
+        return False
+    entry[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+    if own is None:
+        local(entry[name]).copy_(values)
+    else:
+        codes.encode_into(values.float(), local(entry[name]), local(own), squares=squares)
+        entry[name_of_scales(name)] = own
+    return coded and own is not None
+
+
+def keep_loaded(optimizer: FusedOptimizer, state_dict: StateDict, kept: Callable[[Tensor], torch.dtype]) -> None:
+    """Makes the states just loaded those of the optimizer's format, and logs a line if the saved ones were of another.
+
+    ``kept`` returns the dtype of a parameter's states.
+    """
+    rule, changes, again = optimizer.rule, set(), False
+    saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+    for key, parameter in zip(saved, owned_parameters(optimizer), strict=True):
+        entry, given = optimizer.state.get(parameter) or {}, state_dict["state"].get(key, {})
+        for name in rule.states:
+            if isinstance(entry.get(name), Tensor) and isinstance(given.get(name), Tensor):
+                again |= keep_as(kept(parameter), entry, name, parameter, squares=name in rule.squares)
+                changes.add((given[name].dtype, entry[name].dtype))
     if started_rank() != 0:
         return
-    entries = state_dict["state"].values()
-    found = {entry[name].dtype for entry in entries for name in states if isinstance(entry.get(name), Tensor)}
-    name = type(optimizer).__name__
-    if optimizer.state_format == "bf16" and torch.float32 in found:
-        _LOG.info("%s(state='bf16') rounds the fp32 states of the checkpoint to bf16, to nearest", name)
-    elif optimizer.state_format == "fp32" and torch.bfloat16 in found:
-        _LOG.info("%s goes on in fp32 from bf16 states of the checkpoint, with the same values", name)
+    name, form = type(optimizer).__name__, optimizer.state_format
+    names = [
+        _NAMES[one] for one in _NAMES if any(one is before is not after for before, after in changes if after in _NAMES)
+    ]
+    if again:
+        _LOG.info(
+            "%s(state='8bit') rounds the 8-bit states of the checkpoint again: its shards begin at other elements", name
+        )
+    elif names and form == "fp32":
+        _LOG.info(
+            "%s goes on in fp32 from %s states of the checkpoint, with the same values", name, " and ".join(names)
+        )
+    elif names:
+        to = "8 bits" if form == "8bit" else form
+        _LOG.info(
+            "%s(state=%r) rounds the %s states of the checkpoint to %s, to nearest", name, form, " and ".join(names), to
+        )
+
+
+_NAMES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", codes.DTYPE: "8-bit"}
 
 
 @torch.no_grad()
@@ -124,7 +191,9 @@ def _with_steps_by_parameter(state_dict: StateDict, name: str, *, cells: Sequenc
     return result
 
 
-def _restore_full_precision(optimizer: Optimizer, state_dict: StateDict, cells: Sequence[str]) -> None:
+def _restore_full_precision(
+    optimizer: Optimizer, state_dict: StateDict, states: Sequence[str], cells: Sequence[str]
+) -> None:
     """Restores the saved values that ``Optimizer.load_state_dict`` rounded to half: at least fp32, on the parameter's device."""
     saved = [key for group in state_dict["param_groups"] for key in group["params"]]
     parameters = owned_parameters(optimizer)
@@ -136,6 +205,8 @@ def _restore_full_precision(optimizer: Optimizer, state_dict: StateDict, cells: 
                 loaded = torch.as_tensor(number, dtype=torch.float32, device=parameter.device).reshape(()).clone()
             elif isinstance(value, Tensor) and value.is_floating_point():
                 loaded = value.detach().to(parameter.device, wide, copy=True)
+            elif codes.is_coded(value) and name in states:
+                loaded = value.detach().to(parameter.device, copy=True)
             else:
                 continue
             optimizer.state[parameter][name] = loaded

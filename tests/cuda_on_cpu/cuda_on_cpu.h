@@ -147,6 +147,12 @@ inline float __uint_as_float(unsigned bits) {
   memcpy(&value, &bits, 4);
   return value;
 }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned choice) {
+  uint64_t both = (uint64_t)high << 32 | low;
+  unsigned word = 0;
+  for (int byte = 0; byte < 4; ++byte) word |= (unsigned)(both >> 8 * (choice >> 4 * byte & 7) & 0xff) << 8 * byte;
+  return word;
+}
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 using std::isfinite;
 using std::isnan;

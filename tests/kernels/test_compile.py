@@ -10,11 +10,15 @@ import torch
 from fabricamp.ops import bridge
 from tests.kernels.nvrtc import architectures, compile_for
 
-F, H, B, D, R = torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int16
+F, H, B, D, R, U = torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int16, torch.uint8
 HALF_UPDATES = [(H, F, F, F, H), (B, F, F, F, B), (F, F, F, F, None), (D, D, D, D, None), (H, H, F, F, None)]
 WITH_REMAINDERS = [(B, B, F, F, R), (F, B, F, F, R)]
 IN_BF16 = [(B, B, B, B, R), (B, F, B, B, B), (F, F, B, B, None)]
+IN_CODES = [(B, B, U, U, R), (B, F, U, U, B), (F, F, U, U, None)]
 ONE_STATE = [(H, F, F, H), (B, F, F, B), (F, F, F, None), (D, D, D, None), (H, H, F, None)]
+ONE_COMPACT = [(B, B, F, R), (B, B, B, R), (B, B, U, R), (F, F, U, None), (B, F, U, B)]
+WITH_CODES = {"adam": [*IN_CODES, (B, B, F, F, R), (F, F, F, F, None)], "lion": ONE_COMPACT, "sgd": ONE_COMPACT}
+"""Rows that a table has beside others: with all kinds of one kernel the compiler may keep fewer registers for each."""
 KINDS = {
     "adagrad": ONE_STATE,
     "adam": [*HALF_UPDATES, *WITH_REMAINDERS, *IN_BF16],
@@ -64,6 +68,13 @@ def test_compiles_without_spills(file):
     known = architectures()
     for architecture, rows in ((known[0], 2), (90, None), (known[-1], 1)):
         compiles(file, architecture, KINDS[file][:rows])
+
+
+@pytest.mark.parametrize("file", WITH_CODES)
+def test_compact_states_compile_without_spills(file):
+    known = architectures()
+    for architecture, rows in ((known[0], 2), (90, None)):
+        compiles(file, architecture, WITH_CODES[file][:rows])
 
 
 @pytest.mark.slow

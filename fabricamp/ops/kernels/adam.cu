@@ -1,6 +1,8 @@
-// Adam and AdamW: columns gradient, parameter, exp_avg, exp_avg_sq, half copy or remainder; cell 0 is the step count.
+// Adam and AdamW: columns gradient, parameter, exp_avg, exp_avg_sq, half copy or remainder; cell 0 is the step count, and cells 1 and 2
+// are the scales of averages that are codes.
 // ops: adam
 #include "common.cuh"
+#include "codes.cuh"
 
 #ifndef KINDS  // rows that most runs have
 #define KINDS KIND(0, float, float, float, float, None) KIND(1, __half, float, float, float, __half)
@@ -19,6 +21,12 @@ template <typename G, typename P, typename M1, typename M2, typename C> struct A
   Gradient<M> gradient;
   M step_size, keep, beta1, new1, beta2, new2, eps, decay, correction2;
 
+  __device__ __forceinline__ void average_in(M g, M p, M& average, M& square) {
+    M value = multiply_add(decay, p, gradient.of(g));
+    average = multiply_add(beta1, average, new1 * value);
+    square = multiply_add(beta2, square, new2 * value * value);
+  }
+
   template <int N> __device__ __forceinline__ void run(int64 i) {
     M g[N], p[N], average[N], square[N];
     load<N>(gradients + i, g);
@@ -27,9 +35,7 @@ template <typename G, typename P, typename M1, typename M2, typename C> struct A
     load<N>(squares + i, square);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      M value = multiply_add(decay, p[j], gradient.of(g[j]));
-      average[j] = multiply_add(beta1, average[j], new1 * value);
-      square[j] = multiply_add(beta2, square[j], new2 * value * value);
+      average_in(g[j], p[j], average[j], square[j]);
       M root = multiply_add(sqrt(square[j]), correction2, eps);
       p[j] = multiply_add(-step_size, average[j] / root, keep * p[j]);
     }
@@ -45,6 +51,32 @@ template <typename G, typename P, typename M1, typename M2, typename C> struct A
     store_state<N>(averages + i, average, first, draws.active);
     store_state<N>(squares + i, square, second, draws.active);
   }
+
+  // A block of averages that are codes.
+  const float* values;
+  float *average_scales, *square_scales;
+
+  template <bool WHOLE> __device__ __forceinline__ void block(const Part<WHOLE>& part, int number) {
+    float g[EACH], p[EACH], average[EACH], square[EACH];
+    part.load(gradients, g);
+    part.load_parameters(parameters, copies, p);
+    decode<Signed>(values, part.load_codes(averages), average_scales[number], average);
+    decode<Squares>(values, part.load_codes(squares), square_scales[number], square);
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) {
+      average_in(g[j], p[j], average[j], square[j]);
+      float root = multiply_add(fast_root(square[j]), correction2, eps);
+      p[j] = multiply_add(-step_size, fast_quotient(average[j], root), keep * p[j]);
+    }
+    part.store_parameters(parameters, copies, p);
+    float of_averages, of_squares;
+    part.store_codes(averages, encode<Signed>(average, of_averages));
+    part.store_codes(squares, encode<Squares>(square, of_squares));
+    if ((threadIdx.x & 31) == 0) {
+      average_scales[number] = of_averages;
+      square_scales[number] = of_squares;
+    }
+  }
 };
 
 template <typename G, typename P, typename M1, typename M2, typename C>
@@ -54,7 +86,10 @@ __device__ __forceinline__ void update(const Table& table, const Chunk& chunk, c
   const double* s = chunk.scalars;
   M step = (M)(*cell<const float>(table, chunk, 0) + 1.f);
   bool decoupled = s[DECOUPLED] != 0;
-  Body body;
+  // In registers the constants of a block of codes would leave too few for its elements.
+  __shared__ Body shared;
+  Body own;
+  Body& body = IsCode<M1>::value ? shared : own;
   body.gradients = column<const G>(table, chunk, 0);
   body.parameters = column<P>(table, chunk, 1);
   body.averages = column<M1>(table, chunk, 2);
@@ -73,7 +108,14 @@ __device__ __forceinline__ void update(const Table& table, const Chunk& chunk, c
   body.beta2 = (M)s[BETA2];
   body.new2 = (M)(1.0 - s[BETA2]);
   body.eps = (M)s[EPS];
-  each<4>(chunk, body);
+  if constexpr (IsCode<M1>::value) {
+    body.values = code_values();
+    body.average_scales = scales_of(table, chunk, 1);
+    body.square_scales = scales_of(table, chunk, 2);
+    each_block(chunk, body);
+  } else {
+    each<4>(chunk, body);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(512) adam(Table table, const StepState* state, double limit, int64 skips) {

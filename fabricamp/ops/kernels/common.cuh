@@ -109,6 +109,11 @@ __device__ __forceinline__ Draws draws_of(const Table& table, const Chunk& chunk
   return Draws{(unsigned)word, (unsigned)(word >> 32), first, true};
 }
 
+// The draws of the next step, if the steps are counted in a cell of the rows' own.
+__device__ __forceinline__ Draws draws_counted_in(const Table& table, const Chunk& chunk, int index) {
+  return draws_of(table, chunk, table.first_number == 0 ? 0.f : *cell<const float>(table, chunk, index) + 1.f);
+}
+
 // Called by every thread of every block at its end: true in one thread of the row's last block to arrive.
 __device__ __forceinline__ bool last_of_row(const Table& table, const Chunk& chunk) {
   __syncthreads();
@@ -207,16 +212,22 @@ __device__ __forceinline__ void load_parameters(const __nv_bfloat16* parameters,
   }
 }
 
-// Writes the values into parameters and copies.
+// Writes the values into parameters, and what these lack into remainders.
 template <int N, typename P, typename C, typename M>
-__device__ __forceinline__ void store_parameters(P* parameters, C* copies, const M (&from)[N]) {
+__device__ __forceinline__ void store_values(P* parameters, C*, const M (&from)[N]) {
   store<N>(parameters, from);
+}
+
+// Writes the values into half copies.
+template <int N, typename C, typename M> __device__ __forceinline__ void store_copies(C* copies, const M (&from)[N]) {
   store<N>(copies, from);
 }
 
+template <int N, typename M> __device__ __forceinline__ void store_copies(Remainder*, const M (&)[N]) {}
+
 // Rounded to nearest, ties up in magnitude: what is left is in -0x8000 ... 0x7fff.
 template <int N>
-__device__ __forceinline__ void store_parameters(__nv_bfloat16* parameters, Remainder* remainders, const float (&from)[N]) {
+__device__ __forceinline__ void store_values(__nv_bfloat16* parameters, Remainder* remainders, const float (&from)[N]) {
   Pack<__nv_bfloat16, N> pack;
   Pack<Remainder, N> left;
 #pragma unroll
@@ -228,6 +239,13 @@ __device__ __forceinline__ void store_parameters(__nv_bfloat16* parameters, Rema
   }
   *(Pack<__nv_bfloat16, N>*)parameters = pack;
   *(Pack<Remainder, N>*)remainders = left;
+}
+
+// Both at once.
+template <int N, typename P, typename C, typename M>
+__device__ __forceinline__ void store_parameters(P* parameters, C* copies, const M (&from)[N]) {
+  store_values<N>(parameters, copies, from);
+  store_copies<N>(copies, from);
 }
 
 // Runs body.run<N>(i) for every N neighbours of the chunk and body.run<1>(i) for the remaining elements.

@@ -1,6 +1,8 @@
-// Lion: columns gradient, parameter, exp_avg, half copy.
+// Lion: columns gradient, parameter, exp_avg, half copy or remainder; cell 0 is the scales of averages that are codes, or counts the
+// steps of those that are rounded stochastically.
 // ops: lion
 #include "common.cuh"
+#include "codes.cuh"
 
 #ifndef KINDS  // rows that most runs have
 #define KINDS KIND(0, float, float, float, None) KIND(1, __half, float, float, __half)
@@ -19,23 +21,50 @@ template <typename G, typename P, typename A, typename C> struct Lion {
   P* parameters;
   A* averages;
   C* copies;
+  Draws draws;
   Gradient<M> gradient;
   M lr, keep, beta1, new1, beta2, new2;
+
+  __device__ __forceinline__ void step(M g, M& p, M& average) {
+    M value = gradient.of(g);
+    p = keep * p - lr * sign_of(beta1 * average + new1 * value);
+    average = beta2 * average + new2 * value;
+  }
 
   template <int N> __device__ __forceinline__ void run(int64 i) {
     M g[N], p[N], average[N];
     load<N>(gradients + i, g);
-    load<N>(parameters + i, p);
+    load_parameters<N>(parameters + i, copies + i, p);
     load<N>(averages + i, average);
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      M value = gradient.of(g[j]);
-      p[j] = keep * p[j] - lr * sign_of(beta1 * average[j] + new1 * value);
-      average[j] = beta2 * average[j] + new2 * value;
+    for (int j = 0; j < N; ++j) step(g[j], p[j], average[j]);
+    store_values<N>(parameters + i, copies + i, p);
+    if constexpr (IsDrawn<A>::value) {
+      unsigned bits[N];
+#pragma unroll
+      for (int j = 0; j < N; ++j) bits[j] = draws.of(i + j) >> 16;
+      store_state<N>(averages + i, average, bits, draws.active);
+    } else {
+      store<N>(averages + i, average);
     }
-    store<N>(parameters + i, p);
-    store<N>(averages + i, average);
-    store<N>(copies + i, p);
+    store_copies<N>(copies + i, p);
+  }
+
+  // A block of averages that are codes.
+  const float* values;
+  float* scales;
+
+  template <bool WHOLE> __device__ __forceinline__ void block(const Part<WHOLE>& part, int number) {
+    float g[EACH], p[EACH], average[EACH];
+    part.load(gradients, g);
+    part.load_parameters(parameters, copies, p);
+    decode<Signed>(values, part.load_codes(averages), scales[number], average);
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) step(g[j], p[j], average[j]);
+    part.store_parameters(parameters, copies, p);
+    float scale;
+    part.store_codes(averages, encode<Signed>(average, scale));
+    if ((threadIdx.x & 31) == 0) scales[number] = scale;
   }
 };
 
@@ -44,11 +73,14 @@ __device__ __forceinline__ void update(const Table& table, const Chunk& chunk, c
   typedef Lion<G, P, A, C> Body;
   typedef typename Body::M M;
   const double* s = chunk.scalars;
-  Body body;
+  __shared__ Body shared;  // see adam.cu
+  Body own;
+  Body& body = IsCode<A>::value ? shared : own;
   body.gradients = column<const G>(table, chunk, 0);
   body.parameters = column<P>(table, chunk, 1);
   body.averages = column<A>(table, chunk, 2);
   body.copies = column<C>(table, chunk, 3);
+  if constexpr (IsDrawn<A>::value) body.draws = draws_counted_in(table, chunk, 0);
   body.gradient = gradient_of<M>(state, limit);
   body.lr = (M)s[LR];
   body.keep = (M)(1.0 - s[LR] * s[WEIGHT_DECAY]);
@@ -56,7 +88,13 @@ __device__ __forceinline__ void update(const Table& table, const Chunk& chunk, c
   body.new1 = (M)(1.0 - s[BETA1]);
   body.beta2 = (M)s[BETA2];
   body.new2 = (M)(1.0 - s[BETA2]);
-  each<4>(chunk, body);
+  if constexpr (IsCode<A>::value) {
+    body.values = code_values();
+    body.scales = scales_of(table, chunk, 0);
+    each_block(chunk, body);
+  } else {
+    each<4>(chunk, body);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(512) lion(Table table, const StepState* state, double limit, int64 skips) {
@@ -66,5 +104,11 @@ extern "C" __global__ void __launch_bounds__(512) lion(Table table, const StepSt
 #define KIND(index, ...) case index: update<__VA_ARGS__>(table, chunk, state, limit); break;
     KINDS
 #undef KIND
+  }
+#define KIND(index, G, P, A, C) || IsDrawn<A>::value
+  const bool draws = false KINDS;
+#undef KIND
+  if constexpr (draws) {
+    if (table.first_number != 0 && last_of_row(table, chunk)) *cell<float>(table, chunk, 0) += 1.f;
   }
 }

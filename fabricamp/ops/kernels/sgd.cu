@@ -1,6 +1,8 @@
-// SGD with momentum: columns gradient, parameter, momentum buffer, half copy; cell 0 is 1 once the buffer holds a gradient.
+// SGD with momentum: columns gradient, parameter, momentum buffer, half copy or remainder; cell 0 is 1 once the buffer holds a
+// gradient, and cell 1 is the scales of buffers that are codes, or counts the steps of those that are rounded stochastically.
 // ops: sgd
 #include "common.cuh"
+#include "codes.cuh"
 
 #ifndef KINDS  // rows that most runs have
 #define KINDS KIND(0, float, float, float, None) KIND(1, __half, float, float, __half)
@@ -15,25 +17,52 @@ template <typename G, typename P, typename B, typename C> struct Sgd {
   P* parameters;
   B* buffers;
   C* copies;
+  Draws draws;
   Gradient<M> gradient;
   M lr, momentum, fresh, decay_before, decay_after;
   bool nesterov;
 
+  __device__ __forceinline__ void step(M g, M& p, M& buffer) {
+    M value = gradient.of(g) + decay_before * p;
+    buffer = momentum * buffer + fresh * value;
+    value = nesterov ? value + momentum * buffer : buffer;
+    p -= lr * (value + decay_after * p);
+  }
+
   template <int N> __device__ __forceinline__ void run(int64 i) {
     M g[N], p[N], buffer[N];
     load<N>(gradients + i, g);
-    load<N>(parameters + i, p);
+    load_parameters<N>(parameters + i, copies + i, p);
     load<N>(buffers + i, buffer);
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      M value = gradient.of(g[j]) + decay_before * p[j];
-      buffer[j] = momentum * buffer[j] + fresh * value;
-      value = nesterov ? value + momentum * buffer[j] : buffer[j];
-      p[j] -= lr * (value + decay_after * p[j]);
+    for (int j = 0; j < N; ++j) step(g[j], p[j], buffer[j]);
+    store_values<N>(parameters + i, copies + i, p);
+    if constexpr (IsDrawn<B>::value) {
+      unsigned bits[N];
+#pragma unroll
+      for (int j = 0; j < N; ++j) bits[j] = draws.of(i + j) >> 16;
+      store_state<N>(buffers + i, buffer, bits, draws.active);
+    } else {
+      store<N>(buffers + i, buffer);
     }
-    store<N>(parameters + i, p);
-    store<N>(buffers + i, buffer);
-    store<N>(copies + i, p);
+    store_copies<N>(copies + i, p);
+  }
+
+  // A block of buffers that are codes.
+  const float* values;
+  float* scales;
+
+  template <bool WHOLE> __device__ __forceinline__ void block(const Part<WHOLE>& part, int number) {
+    float g[EACH], p[EACH], buffer[EACH];
+    part.load(gradients, g);
+    part.load_parameters(parameters, copies, p);
+    decode<Signed>(values, part.load_codes(buffers), scales[number], buffer);
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) step(g[j], p[j], buffer[j]);
+    part.store_parameters(parameters, copies, p);
+    float scale;
+    part.store_codes(buffers, encode<Signed>(buffer, scale));
+    if ((threadIdx.x & 31) == 0) scales[number] = scale;
   }
 };
 
@@ -44,11 +73,14 @@ __device__ __forceinline__ void update(const Table& table, const Chunk& chunk, c
   typedef typename Body::M M;
   const double* s = chunk.scalars;
   bool moves = s[MOMENTUM] != 0, after = s[DECAY_AFTER_MOMENTUM] != 0;
-  Body body;
+  __shared__ Body shared;  // see adam.cu
+  Body own;
+  Body& body = IsCode<B>::value ? shared : own;
   body.gradients = column<const G>(table, chunk, 0);
   body.parameters = column<P>(table, chunk, 1);
   body.buffers = column<B>(table, chunk, 2);
   body.copies = column<C>(table, chunk, 3);
+  if constexpr (IsDrawn<B>::value) body.draws = draws_counted_in(table, chunk, 1);
   body.gradient = gradient_of<M>(state, limit);
   if (s[MAXIMIZE] != 0) body.gradient.multiplier = -body.gradient.multiplier;
   body.lr = (M)s[LR];
@@ -57,7 +89,13 @@ __device__ __forceinline__ void update(const Table& table, const Chunk& chunk, c
   body.decay_before = after ? (M)0 : (M)s[WEIGHT_DECAY];
   body.decay_after = after ? (M)s[WEIGHT_DECAY] : (M)0;
   body.nesterov = s[NESTEROV] != 0;
-  each<4>(chunk, body);
+  if constexpr (IsCode<B>::value) {
+    body.values = code_values();
+    body.scales = scales_of(table, chunk, 1);
+    each_block(chunk, body);
+  } else {
+    each<4>(chunk, body);
+  }
 }
 
 // A group's momentum may become 0 while the buffer of earlier steps still exists.
@@ -78,6 +116,16 @@ extern "C" __global__ void __launch_bounds__(512) sgd(Table table, const StepSta
     KINDS
 #undef KIND
   }
+#define KIND(index, G, P, B, C) || IsDrawn<B>::value
+  const bool draws = false KINDS;
+#undef KIND
   // `filled` is the same in all blocks of a row: the last block to arrive writes the cell after all have read it.
+  if constexpr (draws) {
+    if ((table.first_number != 0 || filled == 0.f) && last_of_row(table, chunk)) {
+      if (filled == 0.f) *cell<float>(table, chunk, 0) = 1.f;
+      if (table.first_number != 0) *cell<float>(table, chunk, 1) += 1.f;
+    }
+    return;
+  }
   if (filled == 0.f && last_of_row(table, chunk)) *cell<float>(table, chunk, 0) = 1.f;
 }

@@ -1,0 +1,219 @@
+// States of eight bits (ops/codes.py): a warp works on a block of 256 elements, which share the scales of their codes.
+#pragma once
+
+typedef unsigned char Code;
+
+template <typename T> struct IsCode { static const bool value = false; };
+template <> struct IsCode<Code> { static const bool value = true; };
+
+const int CODES = 256;  // elements of a block, and of a table of values
+const int EACH = CODES / 32;  // elements of a thread
+
+// The root and the quotient of what codes hold, in the hardware's accuracy: 1e-6 where a code has 1e-2.
+__device__ __forceinline__ float fast_root(float x) {
+#ifdef __CUDACC__
+  float root;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x));
+  return root;
+#else
+  return sqrtf(x);
+#endif
+}
+
+__device__ __forceinline__ float fast_quotient(float a, float b) {
+#ifdef __CUDACC__
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b));
+  return a * inverse;
+#else
+  return a / b;
+#endif
+}
+
+// The largest of a warp's words, in all threads.
+__device__ __forceinline__ unsigned warp_largest(unsigned word) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(0xffffffffu, word);
+#else
+  for (int step = 16; step > 0; step >>= 1) {
+    unsigned other = __shfl_xor_sync(0xffffffffu, word, step);
+    word = word > other ? word : other;
+  }
+  return word;
+#endif
+}
+
+// LEVELS levels, each of which spans a factor of 8 and has half as many codes as the one above.
+template <int LEVELS> __device__ __forceinline__ float value_of(int code) {
+  float count = (float)(code + 1);
+  unsigned level = (__float_as_uint(count) >> 23) - 127;
+  float within = __uint_as_float(__float_as_uint(count) - (level << 23));  // from 1 to 2
+  return (7 * within - 6) / 8 * __uint_as_float((127 + 3 * (level + 1 - LEVELS)) << 23);
+}
+
+// The nearest code, in the lowest byte, of a share of the scale.
+template <int LEVELS> __device__ __forceinline__ unsigned code_of(float share) {
+  share = fmaxf(share, __uint_as_float((127 - 3 * LEVELS) << 23));  // a nan becomes the smallest
+  unsigned bits = __float_as_uint(share);
+  unsigned level = (((bits >> 23) - (127 - 3 * LEVELS)) * 11) >> 5;  // the exponent, divided by 3
+  float within = __uint_as_float(bits - level * (3u << 23));  // a factor of 8 in all levels
+  float place = multiply_add(within, 8 / 7.f * (1u << 3 * (LEVELS - 1)), 6 / 7.f);  // from 1 to 2
+  // Where one unit is the last place, a sum rounds to nearest.
+  return __float_as_uint(__uint_as_float(__float_as_uint(place) + (level << 23)) + 8388607.f);
+}
+
+// The values of all codes at scale 1, in shared memory: those of signed states, then those of squares.
+__device__ __forceinline__ const float* code_values() {
+  __shared__ float values[2 * CODES];
+  for (int i = threadIdx.x; i < CODES; i += blockDim.x) {
+    float magnitude = (i & 127) ? value_of<7>(i & 127) : 0.f;
+    float root = value_of<8>(i);
+    values[i] = i < 128 ? magnitude : -magnitude;
+    values[CODES + i] = root * root;
+  }
+  __syncthreads();
+  return values;
+}
+
+// The lowest bytes of four words, or the highest, in one.
+template <bool HIGHEST> __device__ __forceinline__ unsigned bytes_of(unsigned a, unsigned b, unsigned c, unsigned d) {
+  const unsigned from = HIGHEST ? 0x73 : 0x40;
+  return __byte_perm(__byte_perm(a, b, from), __byte_perm(c, d, from), 0x5410);
+}
+
+// A state without signs, kept as codes of its values' roots.
+struct Squares {
+  static const int offset = CODES;
+  __device__ static __forceinline__ unsigned magnitude(float value) { return __float_as_uint(value); }
+  __device__ static __forceinline__ unsigned codes(const float* value, float inverse) {
+    unsigned word[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) word[j] = code_of<8>(fast_root(value[j] * inverse));
+    return bytes_of<false>(word[0], word[1], word[2], word[3]);
+  }
+};
+
+// Any state.
+struct Signed {
+  static const int offset = 0;
+  __device__ static __forceinline__ unsigned magnitude(float value) { return __float_as_uint(value) & 0x7fffffffu; }
+  __device__ static __forceinline__ unsigned codes(const float* value, float inverse) {
+    unsigned word[4], sign[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      word[j] = code_of<7>(fabsf(value[j]) * inverse);
+      sign[j] = __float_as_uint(value[j]);
+    }
+    unsigned signs = bytes_of<true>(sign[0], sign[1], sign[2], sign[3]) & 0x80808080u;
+    return signs | (bytes_of<false>(word[0], word[1], word[2], word[3]) & 0x7f7f7f7fu);
+  }
+};
+
+// A thread's part of a block: EACH neighbours, of which `count` exist.  If WHOLE, all do, at addresses for packs.
+template <bool WHOLE> struct Part {
+  int first;
+  int count;
+
+  template <typename T> __device__ __forceinline__ void load(const T* from, float (&to)[EACH]) const {
+    if constexpr (WHOLE) {
+      ::load<EACH>(from + first, to);
+    } else {
+#pragma unroll
+      for (int j = 0; j < EACH; ++j) {
+        float one[1] = {0.f};
+        if (j < count) ::load<1>(from + first + j, one);
+        to[j] = one[0];
+      }
+    }
+  }
+
+  template <typename P, typename C>
+  __device__ __forceinline__ void load_parameters(const P* parameters, const C* copies, float (&to)[EACH]) const {
+    if constexpr (WHOLE) {
+      ::load_parameters<EACH>(parameters + first, copies + first, to);
+    } else {
+#pragma unroll
+      for (int j = 0; j < EACH; ++j) {
+        float one[1] = {0.f};
+        if (j < count) ::load_parameters<1>(parameters + first + j, copies + first + j, one);
+        to[j] = one[0];
+      }
+    }
+  }
+
+  template <typename P, typename C>
+  __device__ __forceinline__ void store_parameters(P* parameters, C* copies, const float (&from)[EACH]) const {
+    if constexpr (WHOLE) {
+      ::store_parameters<EACH>(parameters + first, copies + first, from);
+    } else {
+#pragma unroll
+      for (int j = 0; j < EACH; ++j) {
+        float one[1] = {from[j]};
+        if (j < count) ::store_parameters<1>(parameters + first + j, copies + first + j, one);
+      }
+    }
+  }
+
+  // The codes as they are, four to a word.
+  __device__ __forceinline__ uint2 load_codes(const Code* from) const {
+    if constexpr (WHOLE) return *(const uint2*)(from + first);
+    uint2 words = {0, 0};
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) {
+      if (j < count) (j < 4 ? words.x : words.y) |= (unsigned)from[first + j] << 8 * (j & 3);
+    }
+    return words;
+  }
+
+  __device__ __forceinline__ void store_codes(Code* to, uint2 words) const {
+    if constexpr (WHOLE) {
+      *(uint2*)(to + first) = words;
+    } else {
+#pragma unroll
+      for (int j = 0; j < EACH; ++j) {
+        if (j < count) to[first + j] = (Code)((j < 4 ? words.x : words.y) >> 8 * (j & 3));
+      }
+    }
+  }
+};
+
+// Codes become values.
+template <typename State>
+__device__ __forceinline__ void decode(const float* values, uint2 words, float scale, float (&to)[EACH]) {
+#pragma unroll
+  for (int j = 0; j < EACH; ++j) {
+    unsigned code = __byte_perm(j < 4 ? words.x : words.y, 0, 0x4440 + (j & 3));
+    to[j] = values[State::offset + code] * scale;
+  }
+}
+
+// Values become codes; the scale of the block, and its inverse, are those of its largest magnitude.
+template <typename State> __device__ __forceinline__ uint2 encode(const float (&from)[EACH], float& scale) {
+  unsigned largest = 0;
+#pragma unroll
+  for (int j = 0; j < EACH; ++j) {
+    unsigned magnitude = State::magnitude(from[j]);
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  largest = warp_largest(largest);
+  bool finite = largest < 0x7f800000u, some = finite && largest >= 0x00800000u;
+  scale = some ? __uint_as_float(largest) : finite ? 0.f : __uint_as_float(0x7fc00000u);
+  float inverse = some ? 1.f / scale : 0.f;
+  return uint2{State::codes(from, inverse), State::codes(from + 4, inverse)};
+}
+
+// The scales of the chunk's blocks; `index` is their cell.
+__device__ __forceinline__ float* scales_of(const Table& table, const Chunk& chunk, int index) {
+  return cell<float>(table, chunk, index) + chunk.offset / CODES;
+}
+
+// Runs body.block(part, number) for every block of the chunk, each in a warp.
+template <typename Body> __device__ __forceinline__ void each_block(const Chunk& chunk, Body& body) {
+  int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+  int whole = chunk.aligned ? chunk.count / CODES : 0, i = threadIdx.x >> 5;
+  for (; i < whole; i += warps) body.block(Part<true>{i * CODES + lane * EACH, EACH}, i);
+  for (; i * CODES < chunk.count; i += warps) {
+    int first = i * CODES + lane * EACH;
+    body.block(Part<false>{first, chunk.count - first}, i);
+  }
+}
