@@ -9,7 +9,12 @@ from torch import Tensor, nn
 
 from fabricamp.errors import ConfigError
 from fabricamp.ops.cross_entropy import CrossEntropyRule, check_rule, fused_cross_entropy
-from fabricamp.ops.linear_cross_entropy import check_accumulate, check_whole, fused_linear_cross_entropy
+from fabricamp.ops.linear_cross_entropy import (
+    check_accumulate,
+    check_class_weight,
+    check_whole,
+    fused_linear_cross_entropy,
+)
 
 
 class SoftmaxCrossEntropyLoss(nn.Module):
@@ -68,13 +73,15 @@ class FusedLinearCrossEntropy(nn.Linear):
 
     ``head(hidden, target)`` returns the fp32 loss of hidden states (any leading shape, the width last) and class indices;
     ``head(hidden)`` returns logits, as ``nn.Linear`` does, whose arguments and parameters it has.  The loss is computed in its
-    forward, so ``fsdp`` gathers the weight and ``O2`` and ``O5`` cast hidden states as for any layer.  ``options`` of a loss and
-    errors: :func:`fabricamp.ops.fused_linear_cross_entropy`.
+    forward, so ``fsdp`` gathers the weight and ``O2`` and ``O5`` cast hidden states as for any layer.  ``class_weight`` is a buffer
+    that checkpoints leave out.  ``options`` of a loss and errors: :func:`fabricamp.ops.fused_linear_cross_entropy`.
 
     >>> head = FusedLinearCrossEntropy(8, 100, bias=False)
     >>> head(torch.zeros(3, 8), torch.tensor([0, 99, -100]))
     tensor(4.6052, grad_fn=...)
     """
+
+    class_weight: Tensor | None
 
     def __init__(
         self,
@@ -89,6 +96,7 @@ class FusedLinearCrossEntropy(nn.Linear):
         reduction: str = "mean",
         z_loss: float = 0.0,
         softcap: float = 0.0,
+        class_weight: Tensor | None = None,
         accumulate: str = "weight",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
@@ -100,6 +108,9 @@ class FusedLinearCrossEntropy(nn.Linear):
         self.accumulate = accumulate
         check_rule(CrossEntropyRule(label_smoothing, ignore_index, reduction, z_loss, softcap))
         check_accumulate(accumulate)
+        check_class_weight(class_weight, label_smoothing, out_features)
+        # An option, as the others: checkpoints of the head have the keys of nn.Linear's.
+        self.register_buffer("class_weight", class_weight, persistent=False)
 
     @classmethod
     def of(cls, head: nn.Linear, **options: Any) -> Self:
@@ -133,6 +144,7 @@ class FusedLinearCrossEntropy(nn.Linear):
             reduction=self.reduction,
             z_loss=self.z_loss,
             softcap=self.softcap,
+            class_weight=self.class_weight,
             accumulate=self.accumulate,
         )
 
@@ -140,5 +152,6 @@ class FusedLinearCrossEntropy(nn.Linear):
         """Returns the sizes of the layer and the options of the loss."""
         return (
             f"{super().extra_repr()}, label_smoothing={self.label_smoothing}, ignore_index={self.ignore_index}, "
-            f"reduction={self.reduction!r}, z_loss={self.z_loss}, softcap={self.softcap}, accumulate={self.accumulate!r}"
+            f"reduction={self.reduction!r}, z_loss={self.z_loss}, softcap={self.softcap}, "
+            f"class_weight={'given' if self.class_weight is not None else None}, accumulate={self.accumulate!r}"
         )

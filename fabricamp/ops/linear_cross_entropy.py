@@ -45,6 +45,7 @@ _ROWS: Final = 128  # a chunk's rows are a multiple: products of other sizes are
 _FIRST_PIECE: Final = 2**20
 _PLAIN: Final = frozenset({Tensor, torch.nn.Parameter})
 _RULE: Final = "float label_smoothing, int ignore_index, str reduction, float z_loss, float softcap"
+_OPERANDS: Final = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? factors"
 _SCHEMA: Final = f"{_RULE}, ScalarType dtype, ScalarType sums, bool[] wanted"
 
 
@@ -76,12 +77,14 @@ class _Way(NamedTuple):
 
 
 class _Operands(NamedTuple):
-    """Hidden states in rows, the head, and a target for each row."""
+    """Hidden states in rows, the head, and for each row a target and what its loss is multiplied by (fp32, 0 if it is ignored)."""
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
     target: Tensor
+    factors: Tensor | None
+    """None: without class weights."""
 
 
 def fused_linear_cross_entropy(
@@ -95,6 +98,7 @@ def fused_linear_cross_entropy(
     reduction: str = "mean",
     z_loss: float = 0.0,
     softcap: float = 0.0,
+    class_weight: Tensor | None = None,
     accumulate: str = "weight",
 ) -> Tensor:
     """Returns the fp32 cross-entropy of the logits ``hidden @ weight.T + bias``, of which one chunk of rows is in memory at a time.
@@ -103,11 +107,13 @@ def fused_linear_cross_entropy(
     ``(classes,)``; the options are those of :func:`fused_cross_entropy`.  Products are in the weight's dtype, or autocast's:
     hidden states of fp32 meet a half weight.  What a row with ``ignore_index`` holds, nan too, goes nowhere.  The gradient of a
     half weight is added up over the chunks in its dtype, or with ``accumulate="fp32"`` in fp32, which takes its bytes twice.
+    ``class_weight``, one number a class, multiplies the loss of a row by that of its target, and ``"mean"`` divides by the sum of
+    these, as torch's ``weight`` does; it has no gradient.
     fp64, and what :func:`fused_cross_entropy` leaves to torch, such as ``torch.func``, stores the logits.
 
     A head that ``fsdp`` gathers by itself has to be called: :class:`fabricamp.nn.FusedLinearCrossEntropy`.  Raises ConfigError
-    for sharded weights, as of a vocabulary-parallel head, for operands whose dtypes, shapes or devices do not fit, and on a CPU for
-    a target that names no class (on a GPU the loss is NaN).
+    for sharded weights, as of a vocabulary-parallel head, for operands whose dtypes, shapes or devices do not fit, for
+    ``class_weight`` with ``label_smoothing``, and on a CPU for a target that names no class (on a GPU the loss is NaN).
 
     >>> hidden, weight = torch.zeros(2, 3, requires_grad=True), torch.zeros(4, 3)
     >>> fused_linear_cross_entropy(hidden, weight, torch.tensor([1, -100]))
@@ -117,11 +123,12 @@ def fused_linear_cross_entropy(
     check_rule(rule)
     check_accumulate(accumulate)
     _check(hidden, weight, target, bias)
+    check_class_weight(class_weight, label_smoothing, index(weight.shape[0]), target.device)
     dtype = _dtype_of_products(hidden, weight)
     classes = index(weight.shape[0])  # a constant for torch.compile
-    plain = all(one is None or type(one) in _PLAIN for one in (hidden, weight, target, bias))
+    plain = all(one is None or type(one) in _PLAIN for one in (hidden, weight, target, bias, class_weight))
     if dtype not in LOGITS or classes >= TOO_WIDE or torch_alone() or not (plain or torch.compiler.is_compiling()):
-        return linear_cross_entropy_reference(hidden, weight, target, bias, **rule._asdict())
+        return linear_cross_entropy_reference(hidden, weight, target, bias, class_weight=class_weight, **rule._asdict())
     if not recorded() and not runs_kernels(target.device):  # a compiler cannot trace what asks for installed packages
         check_classes(target, classes, ignore_index)
     enabled = torch.is_grad_enabled()
@@ -132,7 +139,9 @@ def fused_linear_cross_entropy(
     )
     sums = torch.float32 if accumulate == "fp32" else weight.dtype
     way = _Way(rule, dtype, sums, wanted)
-    operands = _Operands(hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1))
+    rows = target.reshape(-1)
+    factors = None if class_weight is None else _factors(class_weight.float(), rows, ignore_index)
+    operands = _Operands(hidden.reshape(-1, hidden.shape[-1]), weight, bias, rows, factors)
     if recorded():
         loss = torch.ops.fabricamp.linear_cross_entropy(*operands, *way.flat())[0]
     else:
@@ -145,13 +154,67 @@ def check_accumulate(accumulate: str) -> None:
     check_choice("accumulate", accumulate, _ACCUMULATE)
 
 
+def check_class_weight(
+    class_weight: Tensor | None, label_smoothing: float, classes: int, device: torch.device | None = None
+) -> None:
+    """Raises ConfigError if ``class_weight`` is not a number for each class, or cannot be taken with the other options."""
+    if class_weight is None:
+        return
+    if class_weight.shape != (classes,) or not class_weight.dtype.is_floating_point or class_weight.requires_grad:
+        given = (
+            "one that requires grad"
+            if class_weight.requires_grad
+            else f"{class_weight.dtype} of shape {tuple(class_weight.shape)}"
+        )
+        raise ConfigError(
+            f"class_weight is {given}; give a floating tensor of shape ({classes},) without a gradient, a number a class"
+        )
+    if label_smoothing:
+        raise ConfigError(
+            f"class_weight with label_smoothing={label_smoothing} is not offered: torch weights the smoothed part by every class; "
+            "leave one of them out, or store the logits, with torch's F.cross_entropy(logits, target, weight, label_smoothing=...)"
+        )
+    if device is not None and class_weight.device != device:
+        raise ConfigError(f"class_weight is on {class_weight.device} and targets on {device}: move one of them")
+
+
+def _factors(class_weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """Returns the weight of each target's class; 0 for a row that does not count, and any for a target that names no class."""
+    places = target.clamp(0, class_weight.shape[0] - 1).long()  # on a GPU another index would end the process
+    return class_weight[places].masked_fill(target == ignore_index, 0)
+
+
 def linear_cross_entropy_reference(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **rule: Any
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    **rule: Any,
 ) -> Tensor:
     """Computes :func:`fused_linear_cross_entropy` in torch's own operations, with all logits: it has a second derivative."""
+    ignore_index = rule.get("ignore_index", CrossEntropyRule().ignore_index)
+    factors = None
+    if class_weight is not None:
+        wide = class_weight.double() if torch.float64 in {hidden.dtype, weight.dtype} else class_weight.float()
+        factors = _factors(wide, target, ignore_index)
+    return _reference(hidden, weight, target, bias, factors, **rule)
+
+
+def _reference(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, factors: Tensor | None, **rule: Any
+) -> Tensor:
     ignored = target == rule.get("ignore_index", CrossEntropyRule().ignore_index)
     rows = hidden.masked_fill(ignored[..., None], 0).to(_dtype_of_products(hidden, weight))
-    return cross_entropy_reference(F.linear(rows, weight, bias), target, **rule)
+    logits = F.linear(rows, weight, bias)
+    if factors is None:
+        return cross_entropy_reference(logits, target, **rule)
+    reduction = rule.pop("reduction", CrossEntropyRule().reduction)
+    losses = cross_entropy_reference(logits, target, reduction="none", **rule) * factors
+    if reduction == "none":
+        return losses
+    return losses.sum() / factors.sum() if reduction == "mean" else losses.sum()
 
 
 def _dtype_of_products(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -221,7 +284,7 @@ class _Gradients:
     """The gradients of hidden states, weight and bias, or None for what needs none; filled chunk by chunk."""
 
     def __init__(self, operands: _Operands, way: _Way) -> None:
-        hidden, weight, bias, _ = operands
+        hidden, weight, bias, *_ = operands
         self.hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if way.wanted[0] else None
         self.weight = weight.new_empty(weight.shape, dtype=way.sums) if way.wanted[1] else None
         self.bias = bias.new_zeros(bias.shape, dtype=torch.float32) if way.wanted[2] and bias is not None else None
@@ -313,14 +376,15 @@ def _chunks(operands: _Operands, way: _Way) -> Iterator[_Chunk]:
 def linear_cross_entropy_forward(operands: _Operands, way: _Way) -> tuple[Tensor, Tensor, _Gradients | None]:
     """Returns the loss, the fp32 statistics for backward, and the gradients at an upstream gradient of 1 if the way is early.
 
-    The statistics are two numbers per row, as those of a loss with stored logits, and the number of rows that count.
+    The statistics are two numbers per row, as those of a loss with stored logits, and the number of rows that count, or the sum of
+    their factors.
     """
     weight, bias = _in_dtype(operands, way)
-    target = operands.target
+    target, factors = operands.target, operands.factors
     each = way.rule._replace(reduction="none")
-    count = (target != way.rule.ignore_index).sum(dtype=torch.float32)
+    count = (target != way.rule.ignore_index if factors is None else factors).sum(dtype=torch.float32)
     gradients = _Gradients(operands, way) if way.early else None
-    upstream = _upstream(torch.ones_like(count), count, target, way)
+    upstream = _upstream(torch.ones_like(count), count, operands, way)
     losses, statistics = [], []
     for chunk in _chunks(operands, way):
         logits = chunk.logits(weight, bias)
@@ -333,6 +397,8 @@ def linear_cross_entropy_forward(operands: _Operands, way: _Way) -> tuple[Tensor
             gradients.add(chunk, logits, weight)
         del logits  # before the next chunk's
     loss = torch.cat(losses)
+    if factors is not None:
+        loss = loss * factors
     if way.rule.reduction != "none":
         total = loss.sum(dtype=torch.float64)
         loss = (total / count if way.rule.reduction == "mean" else total).float()
@@ -344,7 +410,7 @@ def linear_cross_entropy_backward(gradient: Tensor, operands: _Operands, statist
     weight, bias = _in_dtype(operands, way)
     each = way.rule._replace(reduction="none")
     gradients = _Gradients(operands, way)
-    upstream = _upstream(gradient.float(), statistics[-1], operands.target, way)
+    upstream = _upstream(gradient.float(), statistics[-1], operands, way)
     of_rows = statistics[:-1].view(-1, 2)
     for chunk in _chunks(operands, way):
         logits = chunk.logits(weight, bias)
@@ -361,16 +427,17 @@ def _in_dtype(operands: _Operands, way: _Way) -> tuple[Tensor, Tensor | None]:
     return operands.weight.to(way.dtype), None if bias is None else bias.to(way.dtype)
 
 
-def _upstream(gradient: Tensor, count: Tensor, target: Tensor, way: _Way) -> Tensor:
-    """Returns the upstream gradient of each row's loss."""
-    if way.rule.reduction == "none":
-        return gradient.expand(target.shape)
-    return (gradient / count if way.rule.reduction == "mean" else gradient).expand(target.shape)
+def _upstream(gradient: Tensor, count: Tensor, operands: _Operands, way: _Way) -> Tensor:
+    """Returns the upstream gradient of each row's loss, as it is without class weights."""
+    if way.rule.reduction == "mean":
+        gradient = gradient / count
+    rows = gradient.expand(operands.target.shape)
+    return rows if operands.factors is None else rows * operands.factors
 
 
 class _Saved(Context, Protocol):
     @property
-    def saved_tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]: ...
+    def saved_tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor]: ...
 
 
 class _EagerContext(_Saved, Protocol):
@@ -394,11 +461,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _EagerContext, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, way: _Way
+        ctx: _EagerContext,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        factors: Tensor | None,
+        way: _Way,
     ) -> Tensor:
+        operands = _Operands(hidden, weight, bias, target, factors)
         with _as_given(hidden):
-            loss, statistics, made = linear_cross_entropy_forward(_Operands(hidden, weight, bias, target), way)
-        ctx.save_for_backward(hidden, weight, bias, target, statistics)
+            loss, statistics, made = linear_cross_entropy_forward(operands, way)
+        ctx.save_for_backward(*operands, statistics)
         ctx.way = way
         ctx.made = made
         return loss
@@ -406,25 +480,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _EagerContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        hidden, weight, bias, target, statistics = ctx.saved_tensors
-        operands = _Operands(hidden, weight, bias, target)
+        hidden, weight, bias, target, factors, statistics = ctx.saved_tensors
+        operands = _Operands(hidden, weight, bias, target, factors)
         if torch.is_grad_enabled():  # create_graph: the operation refuses a second derivative in its backward
             made = torch.ops.fabricamp.linear_cross_entropy_backward(gradient, *operands, statistics, *ctx.way.flat())
-            return *_present(made, ctx.way), None, None
+            return *_present(made, ctx.way), None, None, None
         if is_batch(gradient):
-            return *_of_a_batch(gradient, operands, ctx.way), None, None
+            return *_of_a_batch(gradient, operands, ctx.way), None, None, None
         early, ctx.made = ctx.made, None
         with _as_given(gradient):
             if early is None:
                 early = linear_cross_entropy_backward(gradient, operands, statistics, ctx.way)
             else:
                 early.times(_factor(gradient, statistics))
-            return *early.of(operands), None, None
+            return *early.of(operands), None, None, None
 
 
 def _factor(gradient: Tensor, statistics: Tensor) -> Tensor:
     """Returns what gradients of the forward are multiplied by: 0 if no row counts, whatever the upstream gradient is."""
-    return torch.where(statistics[-1] > 0, gradient.float(), 0.0)
+    return torch.where(statistics[-1] != 0, gradient.float(), 0.0)
 
 
 def _present(gradients: tuple[Tensor, ...], way: _Way) -> tuple[Tensor | None, ...]:
@@ -434,11 +508,11 @@ def _present(gradients: tuple[Tensor, ...], way: _Way) -> tuple[Tensor | None, .
 
 def _of_a_batch(gradient: Tensor, operands: _Operands, way: _Way) -> tuple[Tensor | None, ...]:
     """Returns the gradients for a batch of upstream gradients, with all logits."""
-    needed = [one for one, wanted in zip(operands, (*way.wanted, False), strict=True) if wanted and one is not None]
+    needed = [one for one, wanted in zip(operands[:3], way.wanted, strict=True) if wanted and one is not None]
     with torch.enable_grad(), _as_given(gradient):
         weight, bias = _in_dtype(operands, way)
         hidden = operands.hidden.to(way.dtype)
-        loss = linear_cross_entropy_reference(hidden, weight, operands.target, bias, **way.rule._asdict())
+        loss = _reference(hidden, weight, operands.target, bias, operands.factors, **way.rule._asdict())
     found = iter(torch.autograd.grad(loss, needed, gradient))
     return tuple(next(found) if wanted else None for wanted in way.wanted)
 
@@ -446,12 +520,12 @@ def _of_a_batch(gradient: Tensor, operands: _Operands, way: _Way) -> tuple[Tenso
 @torch.library.custom_op(
     "fabricamp::linear_cross_entropy",
     mutates_args=(),
-    schema=f"(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({_OPERANDS}, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _forward_operation(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *values: Any
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, factors: Tensor | None, *values: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    operands = _Operands(hidden, weight, bias, target)
+    operands = _Operands(hidden, weight, bias, target, factors)
     with _as_given(hidden):
         loss, statistics, made = linear_cross_entropy_forward(operands, _Way.of(values))
         found = (None, None, None) if made is None else made.of(operands)
@@ -466,7 +540,7 @@ def _filled(gradients: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor,
 
 @_forward_operation.register_fake
 def _(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *values: Any
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, _factors: Tensor | None, *values: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     way = _Way.of(values)
     loss = target.new_empty(target.shape if way.rule.reduction == "none" else (), dtype=torch.float32)
@@ -486,8 +560,7 @@ def _like(wanted: Any, *operands: Tensor | None) -> tuple[Tensor, Tensor, Tensor
 @torch.library.custom_op(
     "fabricamp::linear_cross_entropy_backward",
     mutates_args=(),
-    schema=f"(Tensor gradient, Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor statistics, {_SCHEMA}) "
-    "-> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor gradient, {_OPERANDS}, Tensor statistics, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
 )
 def _backward_operation(
     gradient: Tensor,
@@ -495,10 +568,11 @@ def _backward_operation(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
+    factors: Tensor | None,
     statistics: Tensor,
     *values: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    operands = _Operands(hidden, weight, bias, target)
+    operands = _Operands(hidden, weight, bias, target, factors)
     with _as_given(hidden):
         made = linear_cross_entropy_backward(gradient, operands, statistics, _Way.of(values)).of(operands)
     return _filled(made, hidden)
@@ -511,6 +585,7 @@ def _(
     weight: Tensor,
     bias: Tensor | None,
     _target: Tensor,
+    _factors: Tensor | None,
     _statistics: Tensor,
     *values: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -518,24 +593,22 @@ def _(
 
 
 def _keep(ctx: _OperationContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, bias, target, *values = inputs
+    operands, values = inputs[:5], inputs[5:]
     _, statistics, *made = output
-    ctx.save_for_backward(hidden, weight, bias, target, statistics, *made)
-    ctx.way = values
+    ctx.save_for_backward(*operands, statistics, *made)
+    ctx.way = list(values)
 
 
 def _gradients(ctx: _OperationContext, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     way = _Way.of(ctx.way)
-    hidden, weight, bias, target, statistics, *made = ctx.saved_tensors
+    operands, (statistics, *made) = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
     found: Any
     if way.early:
         factor = _factor(gradient, statistics)
         found = tuple((one.float() * factor).to(one.dtype) for one in made)
     else:
-        found = torch.ops.fabricamp.linear_cross_entropy_backward(
-            gradient, hidden, weight, bias, target, statistics, *way.flat()
-        )
-    return *_present(found, way), *[None] * (1 + len(ctx.way))
+        found = torch.ops.fabricamp.linear_cross_entropy_backward(gradient, *operands, statistics, *way.flat())
+    return *_present(found, way), *[None] * (2 + len(ctx.way))
 
 
 def _refuse_second_derivative(*_: Any) -> tuple[Tensor | None, ...]:

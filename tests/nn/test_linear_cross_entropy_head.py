@@ -37,6 +37,24 @@ def test_every_argument_arrives(bias):
         torch.testing.assert_close(one.grad.double(), other.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_class_weights_move_with_the_head_and_are_in_no_checkpoint(reduction):
+    hidden, target = sample()
+    weights = torch.rand(30)
+    layer = nn.Linear(8, 30)
+    head = FusedLinearCrossEntropy.of(layer, class_weight=weights, reduction=reduction, ignore_index=3)
+    assert list(head.state_dict()) == list(layer.state_dict())
+    rule = {"class_weight": weights, "reduction": reduction, "ignore_index": 3}
+    torch.testing.assert_close(head(hidden, target), truth(layer(hidden), target, **rule).float(), rtol=1e-5, atol=1e-5)
+    assert "class_weight=given" in repr(head)
+    # Its buffers follow a conversion, as the weight's do.
+    copied = copy.deepcopy(head).double()
+    assert copied.class_weight.dtype == torch.float64
+    torch.testing.assert_close(copied(hidden.double(), target), truth(copied(hidden.double()), target, **rule))
+    with pytest.raises(ConfigError, match=r"give a floating tensor of shape \(30,\)"):
+        FusedLinearCrossEntropy(8, 30, class_weight=torch.rand(29))
+
+
 def test_it_is_a_linear_layer_without_targets():
     hidden, _ = sample()
     head = FusedLinearCrossEntropy(8, 30)

@@ -16,14 +16,27 @@ RULES = [
 ]
 
 
-def truth(logits, target, *, label_smoothing=0.0, ignore_index=-100, reduction="mean", z_loss=0.0, softcap=0.0):
-    """In float64, by torch's own function."""
+def truth(
+    logits,
+    target,
+    *,
+    label_smoothing=0.0,
+    ignore_index=-100,
+    reduction="mean",
+    z_loss=0.0,
+    softcap=0.0,
+    class_weight=None,
+):
+    """In float64, by torch's own function; class weights multiply the loss of a row, also its ``z_loss``."""
     rows, labels = logits.double().reshape(-1, logits.shape[-1]), target.long().reshape(-1)
     if softcap:
         rows = softcap * torch.tanh(rows / softcap)
     how = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "none"}
     counts = labels != ignore_index
     losses = F.cross_entropy(rows, labels, **how) + z_loss * rows.logsumexp(-1).square().masked_fill(~counts, 0)
+    if class_weight is not None:
+        counts = class_weight.double()[labels.where(counts, 0)] * counts
+        losses = losses * counts
     if reduction == "none":
         return losses.reshape(target.shape)
     return losses.sum() / counts.sum() if reduction == "mean" else losses.sum()

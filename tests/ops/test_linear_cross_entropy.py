@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 
@@ -169,6 +170,115 @@ def test_equals_torchs_in_fp32(reduction, smoothing):
         torch.testing.assert_close(case.loss(**rule), loss)
         loss.backward()
         torch.testing.assert_close(found, case.gradients(), rtol=1e-4, atol=1e-5)
+
+
+# Class weights
+
+
+def weights_of(case, dtype=FP32):
+    weights = torch.rand(len(case.weight), generator=torch.Generator().manual_seed(3)) * 2
+    weights[1] = 0
+    return weights.to(case.weight.device, dtype)
+
+
+@in_pairs(
+    "dtype, reduction, upstream, sums, z_loss, runs",
+    DTYPES,
+    REDUCTIONS,
+    [1.0, -0.37],
+    ["weight", "fp32"],
+    [0, 0.01],
+    ["kernel", "torch"],
+)
+def test_class_weights(kernel_device, dtype, reduction, upstream, sums, z_loss, runs):
+    case = Case(kernel_device, 5, 30, dtype=dtype)
+    rule = {
+        "class_weight": weights_of(case),
+        "reduction": reduction,
+        "z_loss": z_loss,
+        "softcap": 9.0,
+        "accumulate": sums,
+    }
+    assert (case.target == 1).any()  # a class without weight
+    with references(kernel_device) if runs == "torch" else contextlib.nullcontext():
+        assert_equals_float64(case, upstream, **rule)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@one_order
+def test_class_weights_are_torchs(kernel_device, reduction):
+    """Rows of one class weigh what they weigh in torch's loss, whose means divide by the weights."""
+    case = Case(kernel_device, 60, ignored=0.3)
+    weights = weights_of(case)
+    loss = case.loss(class_weight=weights, reduction=reduction)
+    loss.sum().backward()
+    found = case.gradients()
+    expected = F.cross_entropy(F.linear(*case.leaves), case.target, weights, reduction=reduction)
+    expected.sum().backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(found, case.gradients(), rtol=1e-4, atol=1e-5)
+
+
+@in_pairs("reduction, dtype, weights", REDUCTIONS, [FP32, FP16], [FP32, BF16])
+def test_class_weights_compiled_twice_differentiated_and_in_batches(kernel_device, reduction, dtype, weights):
+    torch._dynamo.reset()
+    case = Case(kernel_device, 5, 30, dtype=dtype)
+    rule = {"class_weight": weights_of(case, weights), "reduction": reduction}
+    found = []
+    for function in (
+        fused_linear_cross_entropy,
+        torch.compile(fused_linear_cross_entropy, fullgraph=True, backend="aot_eager"),
+    ):
+        loss = function(case.hidden, case.weight, case.target, case.bias, **rule)
+        loss.sum().backward()
+        found.append((loss.detach(), *case.gradients()))
+    torch.testing.assert_close(*found, rtol=ROUNDING[dtype], atol=ROUNDING[dtype])
+    wide, expected = case.exact(**rule)
+    upstream = torch.rand(3, *expected.shape, device=kernel_device)
+    batches = torch.autograd.grad(case.loss(**rule), case.leaves, upstream, is_grads_batched=True)
+    assert_close(
+        batches,
+        torch.autograd.grad(expected, wide, upstream.double(), is_grads_batched=True, retain_graph=True),
+        dtype,
+    )
+    loss = case.loss(**rule).sum()
+    gradients = torch.autograd.grad(loss, case.leaves, create_graph=True)
+    assert_close(gradients, torch.autograd.grad(expected.sum(), wide), dtype)
+    with pytest.raises(ConfigError, match="no second derivative"):
+        gradients[0].sum().backward()
+
+
+def test_class_weights_of_the_reference_and_in_fp64():
+    case = Case("cpu", 4, classes=5, width=3, dtype=FP64)
+    weights = weights_of(case)
+    rule = {"class_weight": weights, "z_loss": 0.1, "softcap": 2.0}
+
+    def loss(hidden, weight, bias):
+        return linear_cross_entropy_reference(hidden, weight, case.target, bias, **rule)
+
+    assert torch.autograd.gradcheck(loss, case.leaves)
+    for reduction in REDUCTIONS:
+        torch.testing.assert_close(
+            case.loss(reduction=reduction, **rule), case.exact(reduction=reduction, **rule)[1], rtol=1e-12, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@one_order
+def test_class_weights_where_nothing_counts_and_where_a_target_names_no_class(kernel_device, reduction):
+    case = Case(kernel_device, 40, ignored=0)
+    weights = weights_of(case)
+    case.target[31] = 37
+    if reduction == "none":
+        losses = case.loss(reduction="none", class_weight=weights)
+        losses.sum().backward()
+        assert losses.isnan().nonzero().tolist() == [[31]]
+        assert case.gradients()[0].isnan().any(1).nonzero().tolist() == [[31]]
+    case.target.fill_(-100)
+    loss = case.loss(reduction=reduction, class_weight=weights)
+    assert loss.isnan() if reduction == "mean" else (loss == 0).all()
+    loss.sum().backward()
+    assert all((one == 0).all() for one in case.gradients())
 
 
 @one_order
@@ -582,7 +692,8 @@ def test_the_registered_operations_are_well_formed(kernel_device, reduction, dty
     forward = torch.ops.fabricamp.linear_cross_entropy.default
     backward = torch.ops.fabricamp.linear_cross_entropy_backward.default
     way = (0.1, -100, reduction, 0.01, 5.0, dtype, FP32, [True, True, bias])
-    given = (case.hidden, case.weight, case.bias, case.target)
+    factors = None if bias else torch.rand(12, device=kernel_device)
+    given = (case.hidden, case.weight, case.bias, case.target, factors)
     torch.library.opcheck(forward, (*given, *way))
     loss, statistics, *_ = forward(*given, *way)
     given = [one if one is None else one.detach() for one in given]
@@ -619,6 +730,11 @@ def test_tensors_without_data():
         ({"reduction": "means"}, "did you mean 'mean'"),
         ({"label_smoothing": 1.5}, r"label_smoothing=1.5 .* from 0 to 1"),
         ({"z_loss": math.nan}, "z_loss=nan"),
+        ({"class_weight": torch.ones(6)}, r"class_weight is torch.float32 of shape \(6,\); give a floating tensor of shape \(7,\)"),
+        ({"class_weight": torch.ones(7, dtype=torch.int64)}, "class_weight is torch.int64"),
+        ({"class_weight": torch.ones(7, requires_grad=True)}, "class_weight is one that requires grad"),
+        ({"class_weight": torch.ones(7, device="meta")}, "class_weight is on meta and targets on cpu"),
+        ({"class_weight": torch.ones(7), "label_smoothing": 0.1}, "class_weight with label_smoothing=0.1 is not offered"),
         ({"softcap": -1.0}, r"softcap=-1.0 .* a positive number, or 0 for none"),
         ({"accumulate": "fp16"}, "accumulate='fp16' is not known.*'weight', 'fp32'"),
         ({"target": torch.zeros(3)}, r"targets of torch.float32: .* int64 or int32"),
