@@ -22,6 +22,7 @@ MORE = {
     "runs": "From `run.json`, which each fit writes beside its logs ([configuration.md](configuration.md#runs-on-disk)).",
     "verify": "What it does, and what makes runs differ: [reliability.md](reliability.md#faults), at its end.",
     "export": "In Python, and each format: [export.md](how-to/export.md).",
+    "config": "What it takes, and what it refuses: [configuration.md](configuration.md#from-lightningcli).",
     "doctor": "Its exit code is 1 if something is broken.",
     "help": "Messages name these pages. On a terminal a page is shown in the pager (`PAGER`), elsewhere as Markdown.",
 }

@@ -78,6 +78,7 @@ examples:
   fabricamp runs fabricamp_logs                       (the runs in this folder, and how they ended)
   fabricamp verify train.py --lr 0.1                  (is a run that was killed and resumed bitwise equal)
   fabricamp export fabricamp_logs/version_0/checkpoints/epoch=19-step=400.ckpt --to weights.safetensors
+  fabricamp config convert old.yaml --to config.yaml  (from a configuration of LightningCLI)
   fabricamp doctor
   fabricamp doctor --measure                          (on a GPU that the package has no measurements of)
   fabricamp help slow-data                            (a page of the documentation; without a word, the list of them)
@@ -127,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "runs": _list_runs,
             "verify": _verify,
             "export": _export,
+            "config": _convert,
             "doctor": _doctor,
             "help": _show_page,
         }
@@ -197,6 +199,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
     _add_runs(commands)
     _add_verify(commands)
     _add_export(commands)
+    _add_config(commands)
     _add_doctor(commands)
     _add_help(commands)
     return parser, commands.choices
@@ -372,6 +375,30 @@ def _export(options: argparse.Namespace) -> int:
     module: Any = locate(options.module, "--module") if options.module else None
     inputs = [example_input(text) for text in options.input]
     print(export(options.checkpoint, options.to, module=module, inputs=inputs, dtype=options.dtype))
+    return 0
+
+
+def _add_config(commands: Any) -> None:
+    about = "write a configuration for fabricamp fit from one that Lightning's LightningCLI reads"
+    config = _add_command(commands, "config", about)
+    config.add_argument("action", choices=["convert"], help="what to do")
+    config.add_argument("file", type=Path, metavar="FILE", help="such as lightning_logs/version_0/config.yaml")
+    config.add_argument("--to", type=Path, metavar="FILE", help="the new file; stdout by default")
+    config.add_argument("--module", metavar="package.Class", help="the module's class, if the program names it")
+    config.add_argument("--data", metavar="package.Class", help="the data module's class, if the program names it")
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from fabricamp.commands.convert import convert
+
+    text = convert(options.file, options.module, options.data)
+    if options.to is None:
+        with _reader_may_leave():
+            print(text, end="")
+        return 0
+    if options.to.exists():
+        raise ConfigError(f"{str(options.to)!r} is there; give another name, or remove it")
+    options.to.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib
 import inspect
 import re
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from fabricamp._utils.files import replace_text
 from fabricamp._utils.masking import hidden
-from fabricamp.arguments.annotations import TARGET, fits, kinds_of, misfits, read_as
+from fabricamp.arguments.annotations import PARTIAL, TARGET, fits, kinds_of, misfits, read_as
 from fabricamp.arguments.environment import FromEnvironment, exposes, references_alone, resolved, without_references
 from fabricamp.callbacks.base import Callback
 from fabricamp.data import DataModule
@@ -419,7 +420,7 @@ class _Reading:
             written = _below(written, word)
         texts = _followed(texts, self._texts)
         for key in node:
-            if key != TARGET:
+            if key not in (TARGET, PARTIAL):
                 _read_key(node, written, key, kinds.get(key, Any), texts, self._texts)
 
 
@@ -468,7 +469,8 @@ def _check_node(node: Any, where: str, kind: type | None = None, *, reading: _Re
             )
         if reading is not None:
             reading.arguments(target, node, where)
-        _check_arguments(target, {key: value for key, value in node.items() if key != TARGET}, where)
+        arguments = {key: value for key, value in node.items() if key not in (TARGET, PARTIAL)}
+        _check_arguments(target, arguments, where, is_partial=_is_partial(node, where))
     for key, value in _children(node):
         _check_node(value, f"{where}.{key}", reading=reading)
 
@@ -480,7 +482,17 @@ def _children(node: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(node)
 
 
-def _check_arguments(target: Callable[..., Any], arguments: dict[str, Any], where: str) -> None:
+def _is_partial(node: Mapping[str, Any], where: str) -> bool:
+    """Returns whether the target is called later, with more arguments."""
+    value = node.get(PARTIAL, False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}.{PARTIAL}={value!r} is not a flag; write true, so that the target is called later")
+    return value
+
+
+def _check_arguments(
+    target: Callable[..., Any], arguments: dict[str, Any], where: str, *, is_partial: bool = False
+) -> None:
     """Raises :class:`ConfigError` for an argument that ``target`` does not take, one that is missing, or a wrong type."""
     try:
         parameters = inspect.signature(target).parameters.values()
@@ -499,7 +511,7 @@ def _check_arguments(target: Callable[..., Any], arguments: dict[str, Any], wher
         if key not in named and not takes_any:
             raise ConfigError(f"{where}.{key} is not known{advice(name, key, named, value)}")
     for key, one in named.items():
-        if one.default is one.empty and key not in arguments:
+        if one.default is one.empty and key not in arguments and not is_partial:
             raise ConfigError(f"{where}.{key} is missing, and {name} needs it; add {where}.{key}=VALUE")
     if target is not Trainer:  # it checks values itself, and more than their types
         for key, kind in misfits(target, arguments).items():
@@ -589,6 +601,8 @@ def _build(node: Any, where: str) -> Any:
     if TARGET not in built:
         return built
     target = locate(built.pop(TARGET), TARGET)
+    if built.pop(PARTIAL, False):
+        return functools.partial(target, **built)
     try:
         return target(**built)
     except ConfigError:

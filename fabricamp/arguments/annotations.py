@@ -19,6 +19,9 @@ from typing import Any
 TARGET = "_target_"
 """The key of a mapping that is replaced by the object that it describes, of whichever class."""
 
+PARTIAL = "_partial_"
+"""The key that, if true, leaves the call to whoever gets the object, as for an optimizer without parameters."""
+
 _SEQUENCES = (list, tuple, Sequence, MutableSequence, Iterable, Collection)
 _MAPPINGS = (dict, Mapping, MutableMapping)
 

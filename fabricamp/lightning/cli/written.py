@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Mapping
 from typing import Any, Final
 
 import yaml
-from jsonargparse import get_loader, set_loader
 
 from fabricamp.lightning import names
 
@@ -16,6 +16,8 @@ _LIGHTNINGS: Final = ("lightning.", "pytorch_lightning.")
 
 def read_lightnings_arguments() -> None:
     """Makes jsonargparse's reader of YAML call :func:`for_our_classes`; called once."""
+    from jsonargparse import get_loader, set_loader
+
     load = get_loader("yaml")
 
     def load_and_sort(text: str) -> Any:
@@ -43,16 +45,24 @@ def for_our_classes(value: Any) -> Any:
     module, _, name = path.rpartition(".")
     try:
         kind = getattr(importlib.import_module(module), name)
-        parameters = inspect.signature(kind).parameters
-    except (ImportError, AttributeError, TypeError, ValueError):  # jsonargparse says that there is no such class
+    except (ImportError, AttributeError):  # jsonargparse says that there is no such class
         return value
-    arguments = {key: one for key, one in arguments.items() if not _is_unwritten(one)}
-    unnamed = {key: one for key, one in arguments.items() if key not in parameters}
+    if not isinstance(kind, type) or not kind.__module__.startswith("fabricamp."):
+        return value
+    named, more = arguments_of_ours(kind, arguments)
+    more |= value.get("dict_kwargs") or {}
+    return {**value, "init_args": named} | ({"dict_kwargs": more} if more else {})
+
+
+def arguments_of_ours(kind: type, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns those of ``arguments``, of Lightning's class, that ``kind`` names, and those for its constructor to judge."""
+    parameters = inspect.signature(kind).parameters
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    written = {key: one for key, one in arguments.items() if not _is_unwritten(one)}
+    unnamed = {key: one for key, one in written.items() if key not in parameters}
     given = {key: one for key, one in unnamed.items() if one is not None}
-    kept = {key: one for key, one in arguments.items() if key not in unnamed or (key in given and not takes_any)}
-    more = {"dict_kwargs": {**given, **(value.get("dict_kwargs") or {})}} if given and takes_any else {}
-    return {**value, "init_args": kept, **more}
+    named = {key: one for key, one in written.items() if key not in unnamed}
+    return (named, given) if takes_any else ({**named, **given}, {})
 
 
 def _is_unwritten(value: object) -> bool:
