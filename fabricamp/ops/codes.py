@@ -63,9 +63,9 @@ def scales_for(parameter: Any) -> Any:
     sizes = map(mesh.size, range(mesh.ndim))
     pairs = zip(parameter.placements, sizes, strict=True)
     placements = [Replicate() if size == 1 else placement for placement, size in pairs]
-    return DTensor.from_local(
-        own, mesh, placements, run_check=False, shape=torch.Size((shards, blocks)), stride=(blocks, 1)
-    )
+    shape = torch.Size((shards, blocks))
+    scales = DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=(blocks, 1))
+    return scales.to(own.device)  # with CPU offload shards are in host memory, and not on the mesh's device
 
 
 def _elements_of_shard(shape: Sequence[int], shards: int) -> int:

@@ -7,6 +7,7 @@ import torch
 
 from fabricamp import ops
 from fabricamp.ops import codes, remainders, table
+from fabricamp.ops.draws import Source, key_of
 from tests.cuda_on_cpu.compiler import one_order, references
 
 EXACT = ops.AdamRule(0.0, 0.0, 0.0)  # the averages are the gradient and its square
@@ -201,23 +202,28 @@ def test_the_kernel_updates_as_the_reference(kernel_device, sizes, kind):
 
 
 @one_order
-def test_states_follow_those_in_fp64(kernel_device):
+@pytest.mark.parametrize("state", [torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize(("kind", "bound"), [("adam", 0.05), ("lion", 0.1), ("sgd", 0.01)])
+def test_states_follow_those_in_fp64(kernel_device, kind, bound, state):
     """A hundred steps of gradients of several magnitudes lead where fp64 states do, to some hundredths of the way."""
+    update, rule = {
+        "adam": (ops.adam, ops.AdamRule(0.01)),
+        "lion": (ops.lion, ops.LionRule(0.01)),
+        "sgd": (ops.sgd, ops.SgdRule(0.01, 0.9)),
+    }[kind]
     generator = torch.Generator().manual_seed(0)
     scale = 10 ** (2 * torch.rand(4096, generator=generator) - 2)
-    mine = [
-        torch.zeros(4096, device=kernel_device),
-        *(torch.zeros(4096, dtype=torch.uint8, device=kernel_device) for _ in range(2)),
-    ]
-    scales = [[torch.zeros(1, 16, device=kernel_device)] for _ in range(2)]
-    exact = [torch.zeros(4096, dtype=torch.float64) for _ in range(3)]
-    steps = [torch.zeros((), device=one.device) for one in (mine[0], exact[0])]
-    rule = ops.AdamRule(0.01)
+    mine, exact = torch.zeros(4096, device=kernel_device), torch.zeros(4096, dtype=torch.float64)
+    states = [[torch.zeros(4096, dtype=state, device=kernel_device)] for _ in rule.states]
+    others = [[torch.zeros(4096, dtype=torch.float64)] for _ in rule.states]
+    cells, other_cells = ([[torch.zeros((), device=one.device)] for _ in rule.cells] for one in (mine, exact))
+    options = {"scales": [[torch.zeros(1, 16, device=kernel_device)] for _ in rule.states]}
+    if state is torch.bfloat16:
+        counts = None if "step" in rule.cells else [torch.zeros((), device=kernel_device)]
+        options = {"sources": [Source(key_of("weight", 0))], "counts": counts}
     for _ in range(100):
         gradient = (torch.randn(4096, generator=generator) + 0.5) * scale
-        ops.adam([gradient.to(kernel_device)], *([one] for one in mine), [steps[0]], rule, scales=scales)
-        rule.reference(
-            ops.Rows([gradient.double()], [exact[0]], [[exact[1]], [exact[2]]], [[steps[1]]]), ops.Steering()
-        )
-    far = (mine[0].cpu() - exact[0]).norm() / exact[0].norm()
-    assert 1e-5 < far < 0.05
+        update([gradient.to(kernel_device)], [mine], *states, *cells, rule, **options)
+        rule.reference(ops.Rows([gradient.double()], [exact], others, other_cells), ops.Steering())
+    far = (mine.cpu() - exact).norm() / exact.norm()
+    assert 1e-6 < far < bound

@@ -56,7 +56,7 @@ template <typename G, typename P, typename M1, typename M2, typename C> struct A
   const float* values;
   float *average_scales, *square_scales;
 
-  template <bool WHOLE> __device__ __forceinline__ void block(const Part<WHOLE>& part, int number) {
+  template <int N> __device__ __forceinline__ void block(const Part<N>& part, int number) {
     float g[EACH], p[EACH], average[EACH], square[EACH];
     part.load(gradients, g);
     part.load_parameters(parameters, copies, p);
@@ -112,7 +112,7 @@ __device__ __forceinline__ void update(const Table& table, const Chunk& chunk, c
     body.values = code_values();
     body.average_scales = scales_of(table, chunk, 1);
     body.square_scales = scales_of(table, chunk, 2);
-    each_block(chunk, body);
+    each_block<P>(chunk, body);
   } else {
     each<4>(chunk, body);
   }

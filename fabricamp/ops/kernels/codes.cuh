@@ -109,69 +109,72 @@ struct Signed {
   }
 };
 
-// A thread's part of a block: EACH neighbours, of which `count` exist.  If WHOLE, all do, at addresses for packs.
-template <bool WHOLE> struct Part {
+// A thread's part of a block: EACH elements, in packs of N neighbours, which lie side by side with those of the warp's other threads.
+// With N = 1 they are neighbours, those from `count` on do not exist, and addresses need no alignment.
+template <int N> struct Part {
   int first;
   int count;
 
+  // Where pack k begins.
+  __device__ __forceinline__ int at(int k) const { return first + k * (N > 1 ? 32 * N : 1); }
+  __device__ __forceinline__ bool has(int k) const { return N > 1 || k < count; }
+
   template <typename T> __device__ __forceinline__ void load(const T* from, float (&to)[EACH]) const {
-    if constexpr (WHOLE) {
-      ::load<EACH>(from + first, to);
-    } else {
 #pragma unroll
-      for (int j = 0; j < EACH; ++j) {
-        float one[1] = {0.f};
-        if (j < count) ::load<1>(from + first + j, one);
-        to[j] = one[0];
-      }
+    for (int k = 0; k < EACH / N; ++k) {
+      float pack[N] = {};
+      if (has(k)) ::load<N>(from + at(k), pack);
+#pragma unroll
+      for (int j = 0; j < N; ++j) to[k * N + j] = pack[j];
     }
   }
 
   template <typename P, typename C>
   __device__ __forceinline__ void load_parameters(const P* parameters, const C* copies, float (&to)[EACH]) const {
-    if constexpr (WHOLE) {
-      ::load_parameters<EACH>(parameters + first, copies + first, to);
-    } else {
 #pragma unroll
-      for (int j = 0; j < EACH; ++j) {
-        float one[1] = {0.f};
-        if (j < count) ::load_parameters<1>(parameters + first + j, copies + first + j, one);
-        to[j] = one[0];
-      }
+    for (int k = 0; k < EACH / N; ++k) {
+      float pack[N] = {};
+      if (has(k)) ::load_parameters<N>(parameters + at(k), copies + at(k), pack);
+#pragma unroll
+      for (int j = 0; j < N; ++j) to[k * N + j] = pack[j];
     }
   }
 
   template <typename P, typename C>
   __device__ __forceinline__ void store_parameters(P* parameters, C* copies, const float (&from)[EACH]) const {
-    if constexpr (WHOLE) {
-      ::store_parameters<EACH>(parameters + first, copies + first, from);
-    } else {
 #pragma unroll
-      for (int j = 0; j < EACH; ++j) {
-        float one[1] = {from[j]};
-        if (j < count) ::store_parameters<1>(parameters + first + j, copies + first + j, one);
-      }
+    for (int k = 0; k < EACH / N; ++k) {
+      float pack[N];
+#pragma unroll
+      for (int j = 0; j < N; ++j) pack[j] = from[k * N + j];
+      if (has(k)) ::store_parameters<N>(parameters + at(k), copies + at(k), pack);
     }
   }
 
   // The codes as they are, four to a word.
   __device__ __forceinline__ uint2 load_codes(const Code* from) const {
-    if constexpr (WHOLE) return *(const uint2*)(from + first);
+    if constexpr (N == 8) return *(const uint2*)(from + first);
+    if constexpr (N == 4) return uint2{*(const unsigned*)(from + at(0)), *(const unsigned*)(from + at(1))};
     uint2 words = {0, 0};
+    if constexpr (N == 1) {
 #pragma unroll
-    for (int j = 0; j < EACH; ++j) {
-      if (j < count) (j < 4 ? words.x : words.y) |= (unsigned)from[first + j] << 8 * (j & 3);
+      for (int k = 0; k < EACH; ++k) {
+        if (has(k)) (k < 4 ? words.x : words.y) |= (unsigned)from[at(k)] << 8 * (k & 3);
+      }
     }
     return words;
   }
 
   __device__ __forceinline__ void store_codes(Code* to, uint2 words) const {
-    if constexpr (WHOLE) {
+    if constexpr (N == 8) {
       *(uint2*)(to + first) = words;
+    } else if constexpr (N == 4) {
+      *(unsigned*)(to + at(0)) = words.x;
+      *(unsigned*)(to + at(1)) = words.y;
     } else {
 #pragma unroll
-      for (int j = 0; j < EACH; ++j) {
-        if (j < count) to[first + j] = (Code)((j < 4 ? words.x : words.y) >> 8 * (j & 3));
+      for (int k = 0; k < EACH; ++k) {
+        if (has(k)) to[at(k)] = (Code)((k < 4 ? words.x : words.y) >> 8 * (k & 3));
       }
     }
   }
@@ -207,13 +210,14 @@ __device__ __forceinline__ float* scales_of(const Table& table, const Chunk& chu
   return cell<float>(table, chunk, index) + chunk.offset / CODES;
 }
 
-// Runs body.block(part, number) for every block of the chunk, each in a warp.
-template <typename Body> __device__ __forceinline__ void each_block(const Chunk& chunk, Body& body) {
+// Runs body.block(part, number) for every block of the chunk, each in a warp, with packs of 16 bytes of parameters.
+template <typename P, typename Body> __device__ __forceinline__ void each_block(const Chunk& chunk, Body& body) {
+  const int N = 16 / sizeof(P);
   int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
   int whole = chunk.aligned ? chunk.count / CODES : 0, i = threadIdx.x >> 5;
-  for (; i < whole; i += warps) body.block(Part<true>{i * CODES + lane * EACH, EACH}, i);
+  for (; i < whole; i += warps) body.block(Part<N>{i * CODES + lane * N, EACH}, i);
   for (; i * CODES < chunk.count; i += warps) {
     int first = i * CODES + lane * EACH;
-    body.block(Part<false>{first, chunk.count - first}, i);
+    body.block(Part<1>{first, chunk.count - first}, i);
   }
 }

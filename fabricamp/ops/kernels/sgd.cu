@@ -52,7 +52,7 @@ template <typename G, typename P, typename B, typename C> struct Sgd {
   const float* values;
   float* scales;
 
-  template <bool WHOLE> __device__ __forceinline__ void block(const Part<WHOLE>& part, int number) {
+  template <int N> __device__ __forceinline__ void block(const Part<N>& part, int number) {
     float g[EACH], p[EACH], buffer[EACH];
     part.load(gradients, g);
     part.load_parameters(parameters, copies, p);
@@ -92,7 +92,7 @@ __device__ __forceinline__ void update(const Table& table, const Chunk& chunk, c
   if constexpr (IsCode<B>::value) {
     body.values = code_values();
     body.scales = scales_of(table, chunk, 1);
-    each_block(chunk, body);
+    each_block<P>(chunk, body);
   } else {
     each<4>(chunk, body);
   }
