@@ -46,6 +46,15 @@ class Habits:
     steps_may_train_nothing: bool = False
     """a ``training_step`` that never returns a value: runs, and trains nothing"""
 
+    cut_epochs_count: bool = False
+    """``current_epoch`` after ``max_steps``, ``min_steps`` or ``should_stop`` ended a run within an epoch: the next epoch"""
+
+    results_are_of_the_epoch: bool = False
+    """what ``validate`` and ``test`` return of a value by step: nothing; of one with ``on_epoch=True`` too, the mean"""
+
+    unknown_indices_are_empty: bool = False
+    """sample indices for a prediction writer that cannot be known, as of a stream: an empty list"""
+
     first_checkpoint_callback_counts: bool = False
     """``trainer.checkpoint_callback``: the first ``Checkpoint`` of any kind"""
 

@@ -70,7 +70,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
     CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
     _attachment: RunContext = DETACHED  # pickles of 0.1 have this name
 
-    def attach(self, trainer: Trainer, metrics: Metrics | None, *, fits: bool) -> RunContext:
+    def _attach(self, trainer: Trainer, metrics: Metrics | None, *, fits: bool) -> RunContext:
         """Attaches the module to a run; the Trainer calls it.  ``fits`` False keeps the last fit's optimizers and schedulers."""
         run_context = RunContext()
         run_context.trainer = trainer

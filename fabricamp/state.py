@@ -156,6 +156,7 @@ class RunState:
         "batch_idx",
         "batches",
         "batches_done",
+        "batches_of_last_epoch",
         "closed_at",
         "epoch",
         "epoch_ended",
@@ -205,6 +206,8 @@ class RunState:
         self.global_step = 0
         self.skipped_before = 0  # skipped steps of earlier fits
         self.batch_idx = 0
+        # Batches of the epoch that ended last, in this process: Lightning's loop shows them up to the next epoch's first batch.
+        self.batches_of_last_epoch = 0
         self.batches_done = 0
         # The epoch's iterator of (batch_idx, micro-batch), as the loop reads it; None outside of an epoch.
         self.batches: enumerate[Batch] | None = None
@@ -256,6 +259,12 @@ class RunState:
     def fail(self) -> None:
         """Sets the state of an entry point that an exception ended."""
         self.status = TrainerStatus.INTERRUPTED
+
+    @property
+    def ended_within_epoch(self) -> bool:
+        """Whether a limit or a stop has ended the last fit within an epoch, whose end hooks have run."""
+        is_over = self.fn is TrainerFn.FITTING and self.status is TrainerStatus.FINISHED
+        return is_over and self.batch_idx > 0 and self.closed_at == self.batches_done
 
     @property
     def failed(self) -> bool:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 import fabricamp
 from fabricamp import ConfigError, habits
 from fabricamp._utils.say_once import say_once
-from fabricamp.callbacks import Checkpoint, EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from fabricamp.callbacks import BasePredictionWriter, Checkpoint, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.lightning.names import LightningFinder
 from fabricamp.rng import global_seed
@@ -131,8 +131,9 @@ def stop_validates(tmp_path, monkeypatch, caplog):
 
 def private_names_are_lightnings(tmp_path, monkeypatch, caplog):
     methods = {"_extract_lr": lambda self: 1, "rate": lambda self: self._extract_lr()}
+    mine = type("Mine", (LearningRateMonitor,), methods)
     try:
-        type("Mine", (LearningRateMonitor,), methods)
+        mine()
     except ConfigError as error:
         assert "overrides a private method of Lightning's" in str(error)  # noqa: PT017 - one of two outcomes
         return True
@@ -173,6 +174,38 @@ def steps_may_train_nothing(tmp_path, monkeypatch, caplog):
         assert "returns no value, so nothing would be trained" in str(error)  # noqa: PT017 - one of two outcomes
         return False
     return True
+
+
+def cut_epochs_count(tmp_path, monkeypatch, caplog):
+    trainer = fit(Classifier(), max_steps=6, max_epochs=2)  # within the second epoch
+    assert (trainer.global_step, trainer.state.epoch) == (6, 1)
+    assert fit(Classifier(), max_epochs=2).current_epoch == 2
+    return trainer.current_epoch == 2
+
+
+def results_are_of_the_epoch(tmp_path, monkeypatch, caplog):
+    class Logs(Classifier):
+        def test_step(self, batch, batch_idx):
+            self.log("both", 1.0, on_step=True, on_epoch=True)
+            self.log("alone", 1.0, on_step=True, on_epoch=False)
+
+    (found,) = quiet_trainer().test(Logs(), loader(8), verbose=False)
+    assert "both_epoch" in found
+    return found.keys() == {"both_epoch"}
+
+
+def unknown_indices_are_empty(tmp_path, monkeypatch, caplog):
+    class Writes(BasePredictionWriter):
+        def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, *_):
+            seen.append(batch_indices)
+
+        def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+            seen.append(batch_indices)
+
+    seen = []
+    quiet_trainer(callbacks=[Writes("batch_and_epoch")]).predict(Classifier(), list(loader(4)))
+    assert seen in ([None, [None]], [[], [[]]])
+    return seen[0] == []
 
 
 def first_checkpoint_callback_counts(tmp_path, monkeypatch, caplog):

@@ -125,8 +125,6 @@ def test_a_subclass_of_a_bar_chooses_what_stands_beside_it(bar, caplog):
     [
         ("import fabricamp.serve", "torch.export"),
         ("from fabricamp.fabric.utilities.rank_zero import rank_zero_only", "fabricamp.utilities"),
-        ("from fabricamp.profilers import AdvancedProfiler", "cProfile"),
-        ("from fabricamp.profilers.advanced import AdvancedProfiler", "cProfile"),
         ("from fabricamp.loggers import NeptuneLogger", "write a Logger"),
         ("from fabricamp.loggers.neptune import NeptuneLogger", "write a Logger"),
         ("from fabricamp.loggers.litlogger import LitLogger", "write a Logger"),

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from importlib import resources
 from types import CodeType, FunctionType
-from typing import Final
+from typing import Any, Final, NoReturn
 
 from fabricamp.errors import ConfigError
 from fabricamp.habits import habits
@@ -32,7 +32,9 @@ def _methods() -> dict[str, list[str]]:
 
 
 def refuse_private_methods(kind: type) -> None:
-    """Raises :class:`ConfigError` if a class of a program overrides a private method of Lightning that nothing here calls.
+    """Makes it an error to construct a class of a program that overrides a private method of Lightning that nothing here calls.
+
+    To define it is none, as in a library that a program imports for other classes.
 
     Private names that Lightning does not have are allowed.  A name that another method of the program's classes calls is allowed
     too, because the method runs then.  It is still refused in a program written for Lightning, which may rely on Lightning's calls.
@@ -54,10 +56,18 @@ def refuse_private_methods(kind: type) -> None:
         lightnings = _LIGHTNINGS_NAMES.get(base.__name__, base.__name__)
         for name in _methods().get(lightnings, ()):
             if name in private and (habits().private_names_are_lightnings or not _calls(of_program, name)):
-                raise ConfigError(
+                kind.__new__ = _refusing(  # type: ignore[method-assign]
                     f"{private[name].__qualname__}.{name} overrides a private method of Lightning's {lightnings}, which fabricamp "
                     "never calls: use a public method or a hook instead; if the method is your own, give it another name"
                 )
+                return
+
+
+def _refusing(message: str) -> Any:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(message)
+
+    return refuse
 
 
 def _calls(kinds: Iterable[type], name: str) -> bool:

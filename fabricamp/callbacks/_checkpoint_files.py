@@ -127,6 +127,8 @@ class KeptFiles:
         files = (*(file for file in self.files if file != path), path)
         if score is None:
             return replace(self, files=files, best=self.best if self.scores else path)
+        if math.isnan(score):  # the worst, as in Lightning
+            score = -math.inf if mode == "max" else math.inf
         ranked = sorted((self.scores | {path: score}).items(), key=lambda item: sort_key(item[1], mode))
         scores = dict(ranked)
         while 0 <= top_k < len(scores):

@@ -65,6 +65,8 @@ class LearningRateMonitor(Callback):
         """The learning rates that were logged in this fit, by name."""
         self.last_momentum_values: dict[str, float | None] = {}
         """The momenta that were logged last, by name; None before the first."""
+        self.last_weight_decay_values: dict[str, float | None] = {}
+        """The weight decays that were logged last, by name; None before the first."""
         self._next_step: float = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -78,6 +80,7 @@ class LearningRateMonitor(Callback):
         ]
         self.lrs = {name: [] for name in names}
         self.last_momentum_values = {f"{name}-momentum": None for name in names}
+        self.last_weight_decay_values = {f"{name}-weight_decay": None for name in names}
         # A run that resumes within an accumulation has logged the current step already.
         self._next_step = self._due_after(trainer, trainer.global_step + (trainer.state.open_batches > 0))
 
@@ -123,7 +126,12 @@ class LearningRateMonitor(Callback):
         for name, value in values.items():
             if name.endswith("-momentum"):
                 self.last_momentum_values[name] = value
-            elif not name.endswith("-weight_decay"):
+            elif name.endswith("-weight_decay"):
+                self.last_weight_decay_values[name] = value
+            else:
+                alone = name.removesuffix("/pg1")  # its name while the optimizer had one group
+                if alone != name and alone in self.lrs:
+                    self.lrs[name] = self.lrs.pop(alone)
                 self.lrs.setdefault(name, []).append(value)
 
     def _values(self, name: str, optimizer: Optimizer) -> Iterator[tuple[str, float]]:
@@ -136,11 +144,11 @@ class LearningRateMonitor(Callback):
                 yield f"{key}-weight_decay", float(group["weight_decay"])
 
     def _name_of(self, name: str, number: int, optimizer: Optimizer) -> str:
-        """Returns the name of group ``number`` (from 0) of the optimizer called ``name``; of a single group, the optimizer's."""
+        """Returns the name of group ``number`` (from 0) of the optimizer called ``name``; of a single one without name, that."""
         groups = optimizer.param_groups
-        if len(groups) == 1:
-            return name
-        return f"{name}/{groups[number].get('name', f'pg{number + 1}')}"
+        alone = len(groups) == 1
+        own = groups[number].get("name") or (None if alone else f"pg{number + 1}")
+        return name if own is None else f"{name}/{own}"
 
     def _name_optimizers(self, trainer: Trainer) -> Iterator[tuple[str, str, Optimizer]]:
         """Yields (name, interval, optimizer) of each scheduler, then of the optimizers without one."""

@@ -327,6 +327,7 @@ class TrainingLoop:
             call_all(monitors)
         if complete:
             state.epoch += 1
+            state.batches_of_last_epoch = state.batch_idx
             state.batch_idx = 0
         state.epoch_ended = False
 

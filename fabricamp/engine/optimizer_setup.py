@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -52,22 +54,30 @@ class ManagedOptimizer:
     Everything else is the optimizer's own.  :meth:`step` runs ``update``, which is set from the first ``training_step`` on.
     """
 
-    def __init__(self, optimizer: Optimizer, module: TrainingModule) -> None:
+    def __init__(self, optimizer: Optimizer, module: TrainingModule | None = None) -> None:
         self.optimizer = optimizer
         self._module = module
         self.update: Callable[[Optimizer, Closure | None], Any] | None = None
 
-    def step(self, closure: Closure | None = None) -> Any:
-        """Makes one update from the gradients that ``manual_backward`` left; runs ``closure`` first if one is given."""
+    def step(self, closure: Closure | None = None, **options: Any) -> Any:
+        """Makes one update from the gradients that ``manual_backward`` left; runs ``closure`` first if one is given.
+
+        ``options``: further arguments of the optimizer's own ``step``.
+        """
         if self.update is None:
             raise ConfigError(
                 "the Trainer steps the optimizer under automatic optimization; to call step yourself, in training_step, set "
                 "self.automatic_optimization = False in __init__"
             )
-        return self.update(self.optimizer, closure)
+        if not options:
+            return self.update(self.optimizer, closure)
+        with _given(self.optimizer, options):
+            return self.update(self.optimizer, closure)
 
     def toggle_model(self, sync_grad: bool = True) -> AbstractContextManager[None]:
         """Returns the module's ``toggled_optimizer(self)``; :meth:`step` exchanges gradients, whatever ``sync_grad`` is."""
+        if self._module is None:
+            raise ConfigError("toggle_model works with the optimizers that self.optimizers() of a module returns")
         return self._module.toggled_optimizer(self)
 
     @property  # type: ignore[misc]  # read only, as Python's is not
@@ -80,6 +90,22 @@ class ManagedOptimizer:
 
     def __repr__(self) -> str:
         return f"Managed{self.optimizer!r}"
+
+
+@contextlib.contextmanager
+def _given(optimizer: Any, options: dict[str, Any]) -> Iterator[None]:
+    """A context in which each call of ``optimizer.step`` also gets ``options``; raises TypeError if it does not take them."""
+    step = optimizer.step
+    inspect.signature(step).bind(None, **options)
+    own = vars(optimizer).get("step")  # torch's schedulers set one
+    optimizer.step = functools.partial(step, **options)
+    try:
+        yield
+    finally:
+        if own is None:
+            del optimizer.step
+        else:
+            optimizer.step = own
 
 
 def parse_optimizers(

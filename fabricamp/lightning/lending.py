@@ -63,7 +63,7 @@ def callbacks_of(module: Any, trainer: Trainer) -> list[Callback]:
 
 def _context_of(module: Any, trainer: Trainer, metrics: Metrics | None, *, fits: bool) -> RunContext:
     if lightnings_base(type(module)) is None:
-        return module.attach(trainer, metrics, fits=fits)  # type: ignore[no-any-return]  # a TrainingModule's
+        return module._attach(trainer, metrics, fits=fits)  # type: ignore[no-any-return]  # a TrainingModule's
     return LentRunContext(module, trainer, metrics)
 
 

@@ -27,7 +27,7 @@ class CSVLogger(RowFileLogger):
         >>> logger = CSVLogger("runs", name="digits", flush_logs_every_n_steps=500)
     """
 
-    FILE = "metrics.csv"
+    FILE = NAME_METRICS_FILE = "metrics.csv"
     EXTENT = "rows"
 
     _columns: Sequence[str] = ()

@@ -124,6 +124,11 @@ class RowFileLogger(RunFolderLogger[Row, Content]):
         """The path of the file with the rows."""
         return self._file_number(self._number)
 
+    @property
+    def metrics_file_path(self) -> str:
+        """The same as text, as Lightning's ``experiment`` has it."""
+        return str(self.metrics_file)
+
     def _file_number(self, number: int) -> Path:
         name = Path(self.FILE)
         return self.folder / (f"{name.stem}-{number}{name.suffix}" if number else name)

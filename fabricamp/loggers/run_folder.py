@@ -81,6 +81,7 @@ class RunFolderLogger(Logger, Generic[Content, Position]):
         self._hyperparameters: dict[str, Any] = {}
         self._hyperparameters_text = ""
         """What the file of hyper-parameters says."""
+        self._in_run = False  # on rank 0
         self._begin_anew()
 
     @property
@@ -119,7 +120,8 @@ class RunFolderLogger(Logger, Generic[Content, Position]):
         self._version = version
 
     def identity(self) -> int | str:
-        """Returns the version."""
+        """Returns the version; a run begins."""
+        self._in_run = True
         return self.version
 
     def join(self, identity: int | str) -> None:
@@ -159,9 +161,14 @@ class RunFolderLogger(Logger, Generic[Content, Position]):
         earlier = [self._root / f"version_{number}" / (self.sub_dir or "") for number in numbers]
         return list(dict.fromkeys([self.folder, *earlier]))
 
-    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Writes the hyper-parameters to ``hparams.yaml``; a second call adds to them."""
-        added = plain(params)
+    def log_hyperparams(
+        self, params: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """Writes the hyper-parameters to ``hparams.yaml``; a second call adds to them.
+
+        Outside of a run the file is there when the call returns.
+        """
+        added = plain(params or {})
         if not writes():
             return
         with contextlib.suppress(OSError):  # the thread, which writes the file, reports it
@@ -173,6 +180,8 @@ class RunFolderLogger(Logger, Generic[Content, Position]):
         if text != self._hyperparameters_text:
             self._hyperparameters_text = text
             self._write_hyperparameters(text)
+            if not self._in_run:
+                self.save()
 
     def save(self) -> None:
         """Lets the thread write the records in memory; waits for at most 30 seconds."""
@@ -195,6 +204,7 @@ class RunFolderLogger(Logger, Generic[Content, Position]):
 
     def close(self) -> None:
         """Writes the waiting records, for up to 30 seconds."""
+        self._in_run = False
         self._backlog.close(self.trouble)
 
     # -- called by the thread ----------------------------------------------------------------------------------------------------

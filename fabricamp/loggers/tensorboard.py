@@ -119,7 +119,9 @@ class TensorBoardLogger(RunFolderLogger["WrittenEvent | Scalars", "FilePosition"
         step = self._at(step)
         self._put(Record(step, files.Scalars(step, time.time(), values), weight=len(values) * _BYTES_OF_A_POINT))
 
-    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+    def log_hyperparams(
+        self, params: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None
+    ) -> None:
         """Shows the hyper-parameters on TensorBoard's HPARAMS page, with ``metrics`` as columns beside them."""
         before = self._hyperparameters_text
         super().log_hyperparams(params, metrics)

@@ -51,9 +51,12 @@ class WriteQueue(Generic[Item]):
     :meth:`close` waits for the queue, up to 30 seconds.
     """
 
-    def __init__(self, send: Callable[[Sequence[Item]], None], most_at_once: int = _MOST_AT_ONCE) -> None:
+    def __init__(
+        self, send: Callable[[Sequence[Item]], None], most_at_once: int = _MOST_AT_ONCE, *, stays: bool = True
+    ) -> None:
         self._send = send
         self._most_at_once = most_at_once
+        self._stays = stays  # whether the thread waits for further items
         self._clear()
 
     def _clear(self) -> None:
@@ -71,18 +74,25 @@ class WriteQueue(Generic[Item]):
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Starts the thread, which the first :meth:`put` does else; raises :class:`NoThreadError` if the system starts none."""
+        """Starts the thread, which the first :meth:`put` does else; raises :class:`NoThreadError` if the system starts none.
+
+        It stays until :meth:`close`.  With ``stays=False`` and without this call, it ends when it has sent all items.
+        """
         with self._own_condition():
-            if self._thread is None:
-                self._thread = start_thread(
-                    self._run, name="fabricamp-write-queue", what="a logger", otherwise="give logger=False"
-                )
-                atexit.register(self._at_exit)
+            self._stays = True
+            self._have_thread()
+
+    def _have_thread(self) -> None:
+        if self._thread is None:
+            self._thread = start_thread(
+                self._run, name="fabricamp-write-queue", what="a logger", otherwise="give logger=False"
+            )
+            atexit.register(self._at_exit)
 
     def put(self, item: Item) -> None:
         """Queues ``item``; returns at once."""
         with self._own_condition():
-            self.start()
+            self._have_thread()
             self._waiting.append(item)
             self._num_put += 1
             if len(self._waiting) > _MOST_WAITING:
@@ -93,8 +103,12 @@ class WriteQueue(Generic[Item]):
         """Sends the items, in the queue's thread."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
+                self._changed.wait_for(lambda: self._waiting or self._closed or not self._stays)
                 if self._closed:
+                    return
+                if not self._waiting:  # outside of a run nobody may close the queue
+                    self._thread = None
+                    atexit.unregister(self._at_exit)
                     return
                 self._num_sent_before = self._num_put - len(self._waiting)
                 self._sending = self._waiting[: self._most_at_once]
@@ -231,7 +245,9 @@ class RecordQueue(Generic[Content, Position]):
     def _clear(self) -> None:
         self._generation += 1
         # One call at a time: if several were sent together, a failed call would fail the later ones too.
-        self._calls: WriteQueue[Call[None]] = WriteQueue(partial(self._send, self._generation), most_at_once=1)
+        self._calls: WriteQueue[Call[None]] = WriteQueue(
+            partial(self._send, self._generation), most_at_once=1, stays=False
+        )
         self._position: Position | None = None
         # Oldest first; the first _num_requested are to be written, the first _num_writing are being written.
         self._records: list[Record[Content]] = []

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fabricamp.errors import ConfigError, DistributedError
+from fabricamp.habits import habits
 from fabricamp.metrics import exchange
 from fabricamp.metrics.recording import LOADER_MARK, Recording
 from fabricamp.metrics.saving import load_rows, load_table, save_rows, save_table
@@ -323,8 +324,9 @@ class Metrics(Recording):
 
     def evaluation_results(self, num_dataloaders: int) -> list[dict[str, float]]:
         """Returns the last evaluation's values, one dict per dataloader; values of no single dataloader are in every dict."""
+        shown = [one for one in self._evaluated if not (one[0].per_step and habits().results_are_of_the_epoch)]
         return [
-            {published.key: value for published, value in self._evaluated if published.loader in (index, NO_LOADER)}
+            {published.key: value for published, value in shown if published.loader in (index, NO_LOADER)}
             for index in range(num_dataloaders)
         ]
 

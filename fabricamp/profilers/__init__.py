@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from fabricamp.profilers.advanced import AdvancedProfiler
 from fabricamp.profilers.base import PassThroughProfiler, profiler_from
 from fabricamp.profilers.memory import MemoryProfiler
 from fabricamp.profilers.profiler import Profiler
 from fabricamp.profilers.pytorch import PyTorchProfiler
 from fabricamp.profilers.simple import SimpleProfiler
 
-__all__ = ["MemoryProfiler", "PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler", "profiler_from"]
+__all__ = [
+    "AdvancedProfiler",
+    "MemoryProfiler",
+    "PassThroughProfiler",
+    "Profiler",
+    "PyTorchProfiler",
+    "SimpleProfiler",
+    "profiler_from",
+]
 
 
 def __getattr__(name: str) -> object:

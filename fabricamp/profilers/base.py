@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabricamp.arguments.not_offered import lightnings
 from fabricamp.errors import ConfigError, meant, nearest, without_address
+from fabricamp.profilers.advanced import AdvancedProfiler
 from fabricamp.profilers.memory import MemoryProfiler
 from fabricamp.profilers.profiler import Profiler
 from fabricamp.profilers.pytorch import PyTorchProfiler
@@ -15,7 +16,7 @@ from fabricamp.profilers.simple import SimpleProfiler
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-_NAMES = ("simple", "pytorch", "memory")
+_NAMES = ("simple", "advanced", "pytorch", "memory")
 
 
 def profiler_from(value: Any, device_type: str) -> Profiler:
@@ -39,6 +40,8 @@ def _chosen(value: Any) -> Profiler:
         return value
     if value == "simple":
         return SimpleProfiler()
+    if value == "advanced":
+        return AdvancedProfiler()
     if value == "memory":
         return MemoryProfiler()
     if value == "pytorch":
@@ -49,8 +52,8 @@ def _chosen(value: Any) -> Profiler:
         raise ConfigError(f"profiler={value!r} is not known{words}")
     hint = nearest(value, _NAMES) if isinstance(value, str) else ""
     raise ConfigError(
-        f"profiler={without_address(value)} is not known{hint} (known: 'simple', 'pytorch', 'memory', or an object that "
-        "derives from fabricamp.profilers.Profiler)"
+        f"profiler={without_address(value)} is not known{hint} (known: 'simple', 'advanced', 'pytorch', 'memory', or an object "
+        "that derives from fabricamp.profilers.Profiler)"
     )
 
 

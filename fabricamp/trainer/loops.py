@@ -93,7 +93,7 @@ class EpochLoop(_Loop):
 
     @property
     def batch_idx(self) -> int:
-        """The index, in its epoch, of the micro-batch that was begun last; -1 before the first."""
+        """The index, in its epoch, of the micro-batch that was begun last, also between two epochs; -1 before the first."""
         return self.batch_progress.current.ready - 1
 
     @property
@@ -107,6 +107,8 @@ class EpochLoop(_Loop):
         state = self._trainer.state
         begun = 1 if state.open_batch else 0
         current, total = state.batch_idx, state.batches_done
+        if not current and not begun:  # between two epochs
+            current = state.batches_of_last_epoch
         return Progress(Count(current + begun, current), Count(total + begun, total))
 
     @property

@@ -218,7 +218,7 @@ class TrainerProperties(TrainerLimits):
     def current_epoch(self) -> int:
         """The epoch, from 0."""
         self._refuse_in_a_capture("current_epoch")
-        return self.state.epoch
+        return self.state.epoch + (self.state.ended_within_epoch and habits().cut_epochs_count)
 
     @property
     def global_step(self) -> int:

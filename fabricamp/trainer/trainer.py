@@ -91,7 +91,7 @@ class Trainer(TrainerProperties):
             ``accumulate_grad_batches``; "keep_global_batch" keeps the samples per step, and changes ``accumulate_grad_batches``.
         gradient_clip_val: the largest norm, or absolute value, of gradients; None and 0: no clipping.
         gradient_clip_algorithm: "norm" (of all gradients together) or "value" (of each element).
-        profiler: "simple" (a table of times), "pytorch" (a trace of a few steps), "memory" (a GPU's), an object, or None.
+        profiler: "simple" (times), "advanced" (by function), "pytorch" (a trace of some steps), "memory" (a GPU's), an object.
         nan_policy: what happens when gradients are inf or nan: "skip" the step, "stop" with a checkpoint, "raise"; None: a
             dynamic loss scale skips the step, any other precision does not check.
         logger: True (TensorBoard, below ``default_root_dir``), False, a logger or a list of them.

@@ -1062,6 +1062,262 @@ def r8_lr_find_with_steps_by_hand():
     return found
 
 
+# -- what Lightning's own suite asks: rows s
+
+
+@row
+def s01_counters_after_a_fit():
+    found = []
+
+    class Own(Model):
+        def on_train_epoch_start(self):
+            found.append(
+                (
+                    "start",
+                    self.trainer.fit_loop.batch_idx,
+                    self.trainer.fit_loop.epoch_loop.batch_progress.current.ready,
+                )
+            )
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.trainer.should_stop = self.stops and self.trainer.global_step >= 5
+
+    for stops, options in ((False, {}), (True, {}), (False, {"max_steps": 5}), (True, {"min_steps": 7})):
+        m = Own()
+        m.stops = stops
+        t = trainer(**{"max_epochs": 3, **options})
+        t.fit(m, loader(8))
+        found.append((t.current_epoch, t.global_step, t.fit_loop.batch_idx))
+    return found
+
+
+@row
+def s02_names_of_learning_rates():
+    def names(optimizers, schedulers=()):
+        class Own(Model):
+            def configure_optimizers(self):
+                return optimizers(self), [
+                    torch.optim.lr_scheduler.StepLR(o, 1) for o in schedulers(self)
+                ] if schedulers else []
+
+        monitor = LearningRateMonitor(log_momentum=True, log_weight_decay=True)
+        trainer(logger=CSVLogger(tempfile.mkdtemp()), log_every_n_steps=1, callbacks=[monitor]).fit(Own(), loader())
+        return list(monitor.lrs), list(monitor.last_momentum_values), list(monitor.last_weight_decay_values)
+
+    def group(m, *names):
+        parts = [[m.layer.weight], [m.layer.bias]] if len(names) == 2 else [list(m.layer.parameters())]
+        groups = [{"params": part, **({"name": name} if name else {})} for part, name in zip(parts, names, strict=True)]
+        return [torch.optim.SGD(groups, 0.1, momentum=0.9, weight_decay=0.1)]
+
+    return [
+        names(lambda m, given=given: group(m, *given)) for given in (("linear",), (None,), ("a", None), (None, None))
+    ]
+
+
+@row
+def s03_names_after_another_group():
+    class Own(Model):
+        def __init__(self):
+            super().__init__()
+            self.backbone = torch.nn.Linear(4, 4)
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(self.backbone(batch)).sum()
+
+        def configure_optimizers(self):
+            o = torch.optim.Adam(self.layer.parameters(), 0.1)
+            return [o], [torch.optim.lr_scheduler.StepLR(o, 1, 0.5)]
+
+    class Later(pl.callbacks.BaseFinetuning):
+        def freeze_before_training(self, pl_module):
+            self.freeze(pl_module.backbone)
+
+        def finetune_function(self, pl_module, epoch, optimizer):
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
+
+    monitor = LearningRateMonitor()
+    options = {"logger": CSVLogger(tempfile.mkdtemp()), "log_every_n_steps": 1, "callbacks": [monitor, Later()]}
+    trainer(max_epochs=3, **options).fit(Own(), loader())
+    return {name: len(values) for name, values in monitor.lrs.items()}
+
+
+@row
+def s04_arguments_of_a_step_by_hand():
+    seen = []
+
+    class Takes(torch.optim.SGD):
+        def step(self, closure=None, scale=1, **more):
+            seen.append((scale, more))
+            return super().step(closure)
+
+    class Own(Manual):
+        def training_step(self, batch, batch_idx):
+            o = self.optimizers()
+            o.zero_grad()
+            self.manual_backward(self.layer(batch).sum())
+            o.step(scale=batch_idx + 2, mine="x")
+            o.step()
+
+        def configure_optimizers(self):
+            return Takes(self.parameters(), 0.01)
+
+    trainer().fit(Own(), loader())
+    return seen
+
+
+@row
+def s05_best_score_of_nothing_finite():
+    found = []
+    for mode in ("min", "max"):
+
+        class Own(Model):
+            def training_step(self, batch, batch_idx):
+                self.log("x", float("nan"))
+                return super().training_step(batch, batch_idx)
+
+        callback = ModelCheckpoint(tempfile.mkdtemp(), monitor="x", mode=mode)
+        trainer(enable_checkpointing=True, callbacks=[callback]).fit(Own(), loader())
+        found.append((float(callback.best_model_score), [float(one) for one in callback.best_k_models.values()]))
+    return found
+
+
+@row
+def s06_results_of_values_by_step():
+    class Own(Model):
+        def test_step(self, batch, batch_idx):
+            self.log("both", 1.0, on_step=True, on_epoch=True)
+            self.log("step", 2.0, on_step=True, on_epoch=False)
+            self.log("epoch", 3.0)
+
+        validation_step = test_step
+
+    t = trainer()
+    return [sorted(getattr(t, run)(Own(), loader(), verbose=False)[0].items()) for run in ("test", "validate")]
+
+
+@row
+def s07_indices_of_a_stream():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(torch.arange(16.0).reshape(4, 4))
+
+    class Writes(pl.callbacks.BasePredictionWriter):
+        def write_on_batch_end(self, trainer, module, prediction, indices, *_):
+            seen.append(indices)
+
+        def write_on_epoch_end(self, trainer, module, predictions, indices):
+            seen.append(indices)
+
+    seen = []
+    for loaders in (DataLoader(Stream(), 2), [DataLoader(Stream(), 2), loader()]):
+        trainer(callbacks=[Writes("batch_and_epoch")]).predict(Several(), loaders)
+    return seen
+
+
+class Several(Model):
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return self.layer(batch)
+
+
+@row
+def s08_names_of_csv_files():
+    from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+
+    place = Path(tempfile.mkdtemp())
+    logger = CSVLogger(place, name="n", version="v")
+    logger.log_hyperparams({"a": 1})
+    logger.log_hyperparams()
+    logger.log_metrics({"x": 1.0}, 0)
+    logger.save()
+    paths = sorted(path.name for path in (place / "n" / "v").iterdir())
+    names = ExperimentWriter.NAME_METRICS_FILE, ExperimentWriter.NAME_HPARAMS_FILE
+    file = Path(logger.experiment.metrics_file_path).relative_to(place).parts
+    return paths, names, file, isinstance(logger.experiment, ExperimentWriter)
+
+
+@row
+def s09_no_thread_of_a_logger_is_left():
+    import threading
+
+    before = {*threading.enumerate()}
+    loggers = [CSVLogger(tempfile.mkdtemp()), TensorBoardLogger(tempfile.mkdtemp())]
+    for logger in loggers:
+        logger.log_hyperparams({"a": 1})
+        logger.log_metrics({"x": 1.0}, 0)
+        logger.save()
+        logger.finalize("success")
+    for thread in {*threading.enumerate()} - before:
+        thread.join(10)
+    return len({*threading.enumerate()} - before)
+
+
+@row
+def s10_profilers_by_name():
+    from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+
+    found = []
+    for kind, name in ((SimpleProfiler, "simple"), (AdvancedProfiler, "advanced"), (PyTorchProfiler, "pytorch")):
+        place = Path(tempfile.mkdtemp())
+        t = trainer(profiler=kind(dirpath=place, filename="profile"))
+        t.fit(Model(), loader())
+        found.append((name, (place / "fit-profile.txt").is_file(), type(trainer(profiler=name).profiler) is kind))
+    return found
+
+
+@row
+def s11_a_class_that_is_only_defined():
+    class Own(pl.callbacks.WeightAveraging):
+        def _copy_average_to_current(self, pl_module):
+            raise NotImplementedError
+
+    class Loop(pl.callbacks.LearningRateMonitor):
+        def _extract_lr(self, param_group, name):
+            raise NotImplementedError
+
+    return Own.__name__, Loop.__name__
+
+
+@row
+def s12_an_optimizer_around_an_optimizer():
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.5)
+    outer = LightningOptimizer(inner)
+    return outer.optimizer is inner, isinstance(outer, torch.optim.SGD), outer.param_groups is inner.param_groups
+
+
+@row
+def s13_modes_of_a_combined_loader_in_an_evaluation():
+    from lightning.pytorch.utilities import CombinedLoader
+
+    found = []
+    for mode in ("max_size_cycle", "max_size", "min_size", "sequential"):
+        for limit in (1.0, 2, 0.5):
+            seen = []
+
+            class Own(Model):
+                def validation_step(self, batch, batch_idx, dataloader_idx=0):
+                    seen.append((batch, batch_idx, dataloader_idx))
+
+            loaders = CombinedLoader({"a": range(4), "b": range(2)}, mode)
+            trainer(limit_val_batches=limit).validate(Own(), loaders, verbose=False)
+            found.append((mode, limit, seen))
+    return found
+
+
+@row
+def s14_methods_of_a_module():
+    own = {"of_program"}
+
+    class Own(Model):
+        def of_program(self):
+            pass
+
+    names = {name for name in dir(Own) if not name.startswith("_") and callable(getattr(Own, name))}
+    return "attach" in names, own <= names
+
+
 def late(*_):
     raise TimeoutError("hangs")
 

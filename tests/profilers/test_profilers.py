@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import pickle
+import pstats
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,14 @@ import torch
 from fabricamp import Callback, ConfigError
 from fabricamp.engine.loop import TrainingLoop
 from fabricamp.loggers import CSVLogger
-from fabricamp.profilers import MemoryProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from fabricamp.profilers import (
+    AdvancedProfiler,
+    MemoryProfiler,
+    PassThroughProfiler,
+    Profiler,
+    PyTorchProfiler,
+    SimpleProfiler,
+)
 from fabricamp.profilers.phases import PhaseClock
 from fabricamp.tuner import Tuner
 from tests.distributed.ranks import run_ranks
@@ -366,3 +376,42 @@ def on_two_ranks():
 def test_each_rank_has_its_report():
     assert run_ranks(on_two_ranks, 2) == [2, 2]
     assert sorted(path.name for path in Path("reports").iterdir()) == ["fit-report-0.txt", "fit-report-1.txt"]
+
+
+def slow_function():
+    return sum(range(1000))
+
+
+class Slow(Own):
+    def training_step(self, batch, batch_idx):
+        slow_function()
+        return super().training_step(batch, batch_idx)
+
+
+def test_functions_of_each_action(tmp_path):
+    profiler = AdvancedProfiler(tmp_path, "report", line_count_restriction=200, dump_stats=True)
+    quiet_trainer(max_epochs=1, profiler=profiler).fit(Slow(), loader(16))
+    text = (tmp_path / "fit-report.txt").read_text()
+    tables = {part.splitlines()[0]: part for part in re.split(r"\n\n(?=\S)", text) if "function calls" in part}
+    (name,) = [one for one in tables if one.endswith(".training_step")]
+    assert re.search(r"\n +4 .*\(slow_function\)", tables[name])
+    assert "slow_function" not in tables["run_training_epoch"]  # counted once, where it was called
+    file = re.sub(r"[^\w.-]+", "_", name)
+    dumped = pstats.Stats(str(tmp_path / f"fit-{file}.prof"))
+    assert any(function[2] == "slow_function" for function in dumped.stats)
+    assert profiler.profiled_actions == {}
+
+
+def test_an_advanced_profiler_by_name_and_out_of_order(caplog):
+    caplog.set_level("INFO")
+    trainer = quiet_trainer(max_steps=1, profiler="advanced")
+    trainer.fit(Own(), loader(4))
+    assert "run_training_batch" in caplog.text
+    profiler = pickle.loads(pickle.dumps(AdvancedProfiler(line_count_restriction=3)))
+    for action in ("outer", "inner"):
+        profiler.start(action)
+    for action in ("outer", "inner"):
+        profiler.stop(action)
+    with pytest.raises(ConfigError, match="'inner' is stopped and was not started"):
+        profiler.stop("inner")
+    assert {"outer", "inner"} <= {line.strip() for line in profiler.summary().splitlines()}

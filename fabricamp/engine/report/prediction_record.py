@@ -17,6 +17,7 @@ from fabricamp._utils.say_once import say_once
 from fabricamp.callbacks.prediction_writer import BasePredictionWriter
 from fabricamp.data import move_to_device
 from fabricamp.data.resident import ResidentLoader
+from fabricamp.habits import habits
 from fabricamp.lightning.given import writes_predictions
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ class PredictionRecord:
         self.loaders = [loader for loader, _ in noted]
         self.indices: list[Any] | None = None
         """The sample indices of the present batch; None if its loader does not know them."""
-        self.epoch_indices: list[list[list[Any]] | None] = [None if indices is None else [] for _, indices in noted]
+        self._unknown: list[Any] | None = [] if habits().unknown_indices_are_empty else None
+        self.epoch_indices: list[list[list[Any]] | None] = [self._unknown if one is None else [] for _, one in noted]
         self.predictions: list[list[Output]] = [[] for _ in loaders]
         self._noted = [indices for _, indices in noted]
         self._keeps = keeps
@@ -50,9 +52,9 @@ class PredictionRecord:
         """Notes the batch's indices; called before the hooks of a batch's start."""
         noted = self._noted[dataloader_idx]
         epoch = self.epoch_indices[dataloader_idx]
-        self.indices = None if noted is None else noted.of_batch(batch_idx)
-        if self._keeps and epoch is not None and self.indices is not None:
-            epoch.append(self.indices)
+        self.indices = self._unknown if noted is None else noted.of_batch(batch_idx)
+        if self._keeps and epoch is not None and noted is not None:
+            epoch.append(noted.of_batch(batch_idx))
 
     def share(self, outputs: list[list[Output]]) -> None:
         """Makes the loop's ``outputs`` the predictions, unless the record keeps its own."""
