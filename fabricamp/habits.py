@@ -55,6 +55,9 @@ class Habits:
     unknown_indices_are_empty: bool = False
     """sample indices for a prediction writer that cannot be known, as of a stream: an empty list"""
 
+    summaries_read_example_inputs: bool = False
+    """a property ``example_input_array`` that draws: ``ModelSummary`` reads it three times, and what it draws counts"""
+
     first_checkpoint_callback_counts: bool = False
     """``trainer.checkpoint_callback``: the first ``Checkpoint`` of any kind"""
 

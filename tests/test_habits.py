@@ -208,6 +208,21 @@ def unknown_indices_are_empty(tmp_path, monkeypatch, caplog):
     return seen[0] == []
 
 
+def summaries_read_example_inputs(tmp_path, monkeypatch, caplog):
+    class Draws(Classifier):
+        read = 0
+
+        @property
+        def example_input_array(self):
+            self.read += 1
+            return torch.randn(2)
+
+    module = Draws()
+    quiet_trainer(max_steps=1, enable_model_summary=True).fit(module, loader(4))
+    assert module.read in (0, 3)
+    return module.read == 3
+
+
 def first_checkpoint_callback_counts(tmp_path, monkeypatch, caplog):
     class Own(Checkpoint):
         pass

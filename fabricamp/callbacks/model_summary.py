@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError
+from fabricamp.habits import habits
 from fabricamp.messages import on_screen
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.optimizers.refusals import owned_parameters
@@ -157,6 +158,8 @@ class ModelSummary(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Shows the summary of the converted module, including its optimizers' masters."""
+        if self.max_depth and habits().summaries_read_example_inputs:
+            _read_example_inputs(pl_module)
         if not trainer.is_global_zero:
             return
         memory = _memory_as_it_is(pl_module)
@@ -234,6 +237,13 @@ def _count(module: nn.Module, *, recurse: bool = True) -> Count:
             if tensor.requires_grad:
                 count.trainable += tensor.numel()
     return count
+
+
+def _read_example_inputs(module: nn.Module) -> None:
+    """Reads the attribute as often as Lightning's summary, in case it is a property that draws random numbers."""
+    if getattr(module, "example_input_array", None) is not None:
+        for _ in range(2):
+            _ = module.example_input_array
 
 
 def _memory_as_it_is(module: nn.Module) -> dict[str, int]:

@@ -1318,6 +1318,40 @@ def s14_methods_of_a_module():
     return "attach" in names, own <= names
 
 
+@row
+def s15_an_example_that_draws():
+    class Own(Model):
+        read = 0
+
+        @property
+        def example_input_array(self):
+            self.read += 1
+            return torch.randn(1, 4)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    found = []
+    for options in (
+        {},
+        {"enable_model_summary": True},
+        {"enable_model_summary": True, "callbacks": [pl.callbacks.ModelSummary(0)]},
+    ):
+        pl.seed_everything(3)
+        module = Own()
+        trainer(**options).fit(module, loader())
+        found.append((module.read, round(torch.rand(1).item(), 5)))
+    return found
+
+
+@row
+def s16_the_device_of_arguments():
+    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+    connector = _AcceleratorConnector(accelerator="cpu", devices=1)
+    return str(connector.strategy.root_device), connector.is_distributed
+
+
 def late(*_):
     raise TimeoutError("hangs")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from fabricamp.precision import Precision, precision_from
 class _AcceleratorConnector:
     """Resolves the kind and the indices of the devices that a Trainer with the same arguments uses.
 
-    Libraries use its private names: scvi-tools (``_accelerator_flag``, ``_devices_flag``), rl4co (``_choose_auto_accelerator``) and
-    nequip, which replaces ``_choose_strategy`` and ``_check_and_init_precision``; fabricamp's Trainer calls neither.  The other
+    Libraries use its names: scvi-tools (``_accelerator_flag``, ``_devices_flag``), rl4co (``_choose_auto_accelerator``),
+    pyrelational (``strategy``, which has the device), and nequip, which replaces ``_choose_strategy`` and
+    ``_check_and_init_precision``; fabricamp's Trainer calls neither.  The other
     arguments are Lightning's, and have no effect here.
     """
 
@@ -44,6 +46,7 @@ class _AcceleratorConnector:
         self._parallel_devices = [
             torch.device(kind, number) if kind == "cuda" else torch.device(kind) for number in numbers
         ]
+        self.strategy = SimpleNamespace(root_device=self._parallel_devices[0])
 
     @staticmethod
     def _choose_auto_accelerator() -> str:
