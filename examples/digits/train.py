@@ -76,9 +76,9 @@ def report(accuracy: float, checkpoint: str, logs: str, precision: str) -> None:
 
 def tell_what_is_next(logs: str) -> None:
     command = shown(Path(sys.executable).with_name("fabricamp"))
-    print("", "Next, all curves of this run; another run's folder behind it is drawn over them:", sep="\n")
+    print("", "Next, all curves of this run, or of several runs:", sep="\n")
     print(f"  {command} plot {shown(logs)}")
-    print("and a model of your own, written, interrupted, resumed and used in fifteen minutes:")
+    print("and in fifteen minutes a model of your own:")
     print(f"  {command} help tutorial")
 
 
