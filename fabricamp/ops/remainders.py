@@ -27,6 +27,11 @@ def is_remainder(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.dtype is DTYPE
 
 
+def _has_remainders(copies: Sequence[Tensor | None] | None) -> bool:
+    # One call for all: every update on a CPU asks.
+    return copies is not None and DTYPE in {copy.dtype for copy in copies if copy is not None}
+
+
 def joined(weight: Tensor, remainder: Tensor) -> Tensor:
     """Returns the fp32 values of ``weight`` (bf16) and ``remainder`` (int16).
 
@@ -58,9 +63,9 @@ def part_into(value: Tensor, weight: Tensor, remainder: Tensor) -> None:
 
 def wide_values(parameters: Sequence[Tensor], copies: Sequence[Tensor | None] | None) -> list[Tensor]:
     """Returns what an update computes with: the values of parameters with a remainder in ``copies``, else as :func:`widened`."""
-    if copies is None or not any(map(is_remainder, copies)):
+    if not _has_remainders(copies):
         return widened(parameters)
-    pairs = zip(parameters, copies, strict=True)
+    pairs = zip(parameters, copies or (), strict=True)
     return [
         joined(parameter, copy) if copy is not None and is_remainder(copy) else widened((parameter,))[0]
         for parameter, copy in pairs
@@ -71,12 +76,12 @@ def write_values(
     values: Sequence[Tensor], parameters: Sequence[Tensor], copies: Sequence[Tensor | None] | None
 ) -> None:
     """Writes what :func:`wide_values` returned into parameters and copies, each as it holds it."""
-    if copies is None or not any(map(is_remainder, copies)):
+    if not _has_remainders(copies):
         rounded(values, parameters)
         if copies is not None:
             rounded(values, copies)
         return
-    for value, parameter, copy in zip(values, parameters, copies, strict=True):
+    for value, parameter, copy in zip(values, parameters, copies or (), strict=True):
         if copy is not None and is_remainder(copy):
             part_into(value, parameter, copy)
         else:
