@@ -69,11 +69,11 @@ def main(argv: list[str] | None = None) -> None:
             print(MARK + json.dumps(result), flush=True)
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        found = measured(options, Path(folder))
-    text = json.dumps(found, indent=1)
+        for found in measured(options, Path(folder)):
+            text = json.dumps(found, indent=1)
+            if options.out:
+                options.out.write_text(text + "\n")
     print(text)
-    if options.out:
-        options.out.write_text(text + "\n")
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
@@ -96,12 +96,13 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Returns everything, in the order of the page."""
+def measured(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yields what is known after the rates and after each way, in the order of the page."""
     found: dict[str, Any] = {"about": about(options)}
     found["copy"] = copy_rates(options)
     found["dd_gb_per_s"] = dd_rate(folder, options.gb)
     found["ways"] = {}
+    yield found
     for way in options.ways.split(","):
         own = folder / way
         own.mkdir()
@@ -111,6 +112,7 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             continue
         row = in_process(options, f"save:{way}", own)
         found["ways"][way] = row
+        yield found
         if "error" in row:
             continue
         saved = newest(own)
@@ -123,7 +125,7 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             drop(saved, everything=options.drop_caches)
             row["restart"][str(ranks)] = in_process(options, f"restart:{way}:{ranks}", saved)
         subprocess.run(["rm", "-rf", str(own)], check=True)
-    return found
+        yield found
 
 
 def in_process(options: argparse.Namespace, measure: str, file: Path) -> dict[str, Any]:

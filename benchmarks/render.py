@@ -895,6 +895,38 @@ def start(result):
     return f"{heading}\n\n{about}\n\n{table(head, rows)}"
 
 
+def first_replay(result):
+    """The first replay of a CUDA graph, with its comparison and without."""
+    rows = []
+    for row in result["rows"]:
+        compared, alone = row["compared"], row["compare=False"]
+        gib = compared["gib"]
+        rows.append(
+            [
+                f"{row['network']}, {row['level']}",
+                f"{compared['first_replay_s']:.2f}",
+                f"{alone['first_replay_s']:.2f}",
+                f"{compared['eager_s']:.3f}",
+                f"{compared['replay_s']:.3f}",
+                f"{gib['before']:.1f}, {gib['most']:.1f}, {gib['after']:.1f}",
+            ]
+        )
+    about = (
+        "Seconds of the batch that captures, replays for the first time and compares the replay with eager steps, and of the same\n"
+        "batch with `CudaGraph(compare=False)`; an eager step before and a replay after it; GiB in use on the device before, at\n"
+        "the most during, and after the comparison."
+    )
+    head = [
+        "network, level",
+        "compared, s",
+        "compare=False, s",
+        "eager step, s",
+        "replay, s",
+        "GiB before, most, after",
+    ]
+    return f"## The first replay of a CUDA graph, {result['device']}\n\n{about}\n\n{table(head, rows)}"
+
+
 def compiled_start(result):
     """Starts of a compiled network: cold, warm, and from a kept folder."""
 
@@ -932,6 +964,7 @@ RENDERERS = {
     "ddp": ddp,
     "ddp_graphs": ddp_graphs,
     "fastest": fastest,
+    "first_replay": first_replay,
     "fp8_linears": fp8_linears,
     "fp8_losses": fp8_losses,
     "graph_memory": graph_memory,
