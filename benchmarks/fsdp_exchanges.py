@@ -5,7 +5,8 @@
 "peer" and "collective" are the two values of FABRICAMP_FSDP_EXCHANGE.  "torch" is "collective" with torch's
 ``FSDPModule.set_symm_mem_for_comm`` on each unit, set by a callback at the beginning of the fit; it is left out, with a line, where
 torch has no such method.  Networks: GPT with 1.4 billion parameters as in ``fsdp.py``, and one of Llama 3 8B's shape on 1 x 8192
-tokens, whose layers are compiled.  All train at O5 with FusedAdam and with all of the Trainer's defaults.
+tokens, whose layers are compiled; the former also as a CUDA graph, without the comparison of its first replay.  All train at O5
+with FusedAdam and otherwise with the Trainer's defaults.
 
 The ways take turns, each round in another order; a fit of each gives one figure, the wall time of its steps after the warm-up.
 Ratios are those of rounds.  Memory: the peak of what was allocated and of what was reserved, rank 0's.
@@ -34,12 +35,13 @@ from benchmarks import rounds as of_rounds
 from benchmarks.fsdp import CELLS, CLIP, TINY, Cell, Clock, Model, StepTiming, Tokens, about
 from benchmarks.models import Layer
 from examples.gpt.gpt import Block
-from fabricamp import Callback, Trainer, TrainingModule, launch
+from fabricamp import Callback, CudaGraph, Trainer, TrainingModule, launch
 from fabricamp.strategies import FSDP
 from fabricamp.strategies.fsdp_collectives import VARIABLE
 
 NETWORKS = {
     "1.4B": CELLS["1.4B"]._replace(steps=90),
+    "1.4B graph": CELLS["1.4B"]._replace(steps=90),
     "Llama 8B, 8192 tokens": CELLS["Llama 8B"]._replace(length=8192, steps=10),
 }
 PEER, COLLECTIVE, OF_TORCH = "peer", "collective", "torch"
@@ -56,14 +58,15 @@ class Switch(Callback):
                 getattr(unit, SWITCH)()
 
 
-def measured(cell: Cell, way: str, device: torch.device) -> dict[str, float]:
-    """Trains once; returns the milliseconds of a step and the peaks of memory in GB."""
+def measured(cell: Cell, way: str, device: torch.device, *, graph: bool) -> dict[str, float]:
+    """Trains once, with a ``graph`` if asked; returns the milliseconds of a step and the peaks of memory in GB."""
     os.environ[VARIABLE] = PEER if way == PEER else COLLECTIVE
     clock = Clock(device, cell.steps // 3, cell.steps)
     trainer = Trainer(
         strategy=FSDP([Layer if cell.llama else Block], reshard_after_forward=cell.reshard),
         precision="O5",
         compile="blocks" if cell.llama and device.type == "cuda" else False,
+        cuda_graph=CudaGraph(warmup=3, compare=False) if graph and device.type == "cuda" else False,
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices="auto",
         max_steps=cell.steps,
@@ -85,13 +88,13 @@ def measured(cell: Cell, way: str, device: torch.device) -> dict[str, float]:
     return {"step_ms": result["step_ms"], "allocated_gb": result["memory_gb"], "reserved_gb": round(reserved / 1e9, 2)}
 
 
-def compared(cell: Cell, ways: list[str], rounds: int, device: torch.device) -> dict[str, Any]:
+def compared(cell: Cell, ways: list[str], rounds: int, device: torch.device, *, graph: bool) -> dict[str, Any]:
     """Returns each way's figures of all rounds, and the ratios of "peer" to the others."""
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for number in range(rounds):
         first = number % len(ways)
         for way in ways[first:] + ways[:first]:
-            found[way].append(measured(cell, way, device))
+            found[way].append(measured(cell, way, device, graph=graph))
             if dist.get_rank() == 0:
                 print(way, found[way][-1], flush=True)
     steps = {way: [one["step_ms"] for one in figures] for way, figures in found.items()}
@@ -131,9 +134,9 @@ def main() -> None:
         if options.quick:
             cell = TINY._replace(llama=cell.llama, length=TINY.length)
         if cuda:
-            found[name] = compared(cell, ways, options.rounds, device)
+            found[name] = compared(cell, ways, options.rounds, device, graph=name.endswith("graph"))
         else:
-            found[name] = {"ways": {way: measured(cell, way, device) for way in ways}}
+            found[name] = {"ways": {way: measured(cell, way, device, graph=False) for way in ways}}
         if dist.get_rank() == 0 and options.out is not None:
             options.out.write_text(json.dumps({**about(device), "networks": found}, indent=1) + "\n")
     dist.destroy_process_group()

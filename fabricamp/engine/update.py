@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 import torch
 from torch import Tensor
 
+from fabricamp._utils.reach import reaches
 from fabricamp.checkpoint.identities import has_own_order
 from fabricamp.data import set_epoch
 from fabricamp.engine.overflow_policy import OverflowPolicy
@@ -253,18 +254,18 @@ class Update:
         and the accumulation's last loss now: ``earlier`` for a micro-batch without a loss.
         """
         hooks = self._hooks
+        if earlier is None and hooks.zero_grad_first is not None:
+            # So that activations take the memory of the last step's gradients.
+            hooks.zero_grad_first()
         output = self._forward(batch, batch_idx)
         loss = output if isinstance(output, Tensor) else self._loss_of(output)
         if loss is None:
             return {} if self._shows_shares else None, earlier
         if not loss.requires_grad or loss.numel() != 1:
             self._refuse_loss(loss)
-        if earlier is None:
-            # The first loss of an accumulation.  A micro-batch without a loss has not cleared the gradients of the last one.
-            if hooks.plain_zero_grad is None:
-                self._clear_gradients(batch_idx)
-            else:
-                hooks.plain_zero_grad()
+        if earlier is None and hooks.zero_grad_first is None:
+            # With the first loss of an accumulation: a micro-batch without one leaves the gradients of the last.
+            self._clear_gradients(batch_idx)
         share = loss
         if self.accumulate > 1:
             share = loss / self.accumulate
@@ -334,7 +335,7 @@ class Update:
         )
 
     def _clear_gradients(self, batch_idx: int) -> None:
-        """Clears the last accumulation's gradients; called after the forward of the first micro-batch that has a loss."""
+        """Clears the last accumulation's gradients, with the hooks around it."""
         optimizer = self._optimizer
         if optimizer is None:
             return
@@ -648,8 +649,9 @@ class ResolvedHooks:
     """Whether a hook after the batch gets the step's output."""
     shows_gradients: bool
     """Whether hooks or overridden methods see gradients before the update: only then a separate pass unscales them."""
-    plain_zero_grad: Callable[[], object] | None
-    """The optimizer's own ``zero_grad``, if the user does nothing around it; else None."""
+    zero_grad_first: Callable[[], object] | None
+    """The optimizer's ``zero_grad``, to be called before the forward; None: hooks around it, or code of ``training_step`` that
+    looks at gradients, find those of the last step after the forward, as in Lightning."""
 
 
 def resolve_hooks(parts: FitParts, optimizer: Optimizer | None) -> ResolvedHooks:
@@ -666,9 +668,11 @@ def resolve_hooks(parts: FitParts, optimizer: Optimizer | None) -> ResolvedHooks
     zero_grad = module.optimizer_zero_grad if own("optimizer_zero_grad") else None
     clipping = partial(_clip_by, module.configure_gradient_clipping) if own("configure_gradient_clipping") else None
     step = module.optimizer_step if own("optimizer_step") else None
-    plain_zero_grad: Callable[[], object] | None = None
+    zero_grad_first: Callable[[], object] | None = None
     if optimizer is not None and not (before_zero_grad or zero_grad):
-        plain_zero_grad = optimizer.zero_grad
+        # The class's own: a strategy may have wrapped the module's.
+        looks_within = reaches(type(module).training_step, _OF_GRADIENTS, (module,))
+        zero_grad_first = None if looks_within else optimizer.zero_grad
     return ResolvedHooks(
         before_zero_grad=before_zero_grad,
         before_backward=hooks("on_before_backward"),
@@ -681,7 +685,7 @@ def resolve_hooks(parts: FitParts, optimizer: Optimizer | None) -> ResolvedHooks
         backward=partial(precision.backward, run=run_backward) if scales else run_backward,
         wants_outputs=bool(hooks("on_train_batch_end")),
         shows_gradients=bool(before_step or clipping or step),
-        plain_zero_grad=plain_zero_grad,
+        zero_grad_first=zero_grad_first,
     )
 
 
