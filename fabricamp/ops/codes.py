@@ -47,6 +47,7 @@ def fits(parameter: Any) -> bool:
         and parameter.numel() >= FEWEST
         and parameter.dtype in (torch.float32, torch.float16, torch.bfloat16)
         and local(parameter).is_contiguous()
+        and first_element(parameter) >= 0  # a Trainer refuses shards of another kind
     )
 
 

@@ -129,7 +129,7 @@ def refuse_masters(optimizer: OptimizerFace, module: nn.Module, precision: str, 
 
 
 def refuse_strided_states(optimizer: OptimizerFace) -> None:
-    """Raises :class:`ConfigError` for ``state="bf16"`` of shards that are no range of elements of their parameter."""
+    """Raises :class:`ConfigError` for states that are not fp32 of shards that are no range of elements of their parameter."""
     candidates: list[Any] = [optimizer, *getattr(optimizer, "__dict__", {}).values()]
     for one in candidates:
         if not hasattr(type(one), "state_format") or one.state_format == "fp32":

@@ -24,6 +24,9 @@ _LOG: Final = logging.getLogger("fabricamp")
 _TORCHS_OWN: Final = {"foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay"}
 """Group options of torch's optimizers only.  ``fused=None`` would even tell a Precision that a step cannot skip by itself."""
 
+_NAMES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", codes.DTYPE: "8-bit"}
+"""Formats of states, in messages."""
+
 
 def as_cell(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns a number as a 0-dim tensor in device memory: ``value`` itself if it already is one."""
@@ -138,9 +141,6 @@ def keep_loaded(optimizer: FusedOptimizer, state_dict: StateDict, kept: Callable
         _LOG.info(
             "%s(state=%r) rounds the %s states of the checkpoint to %s, to nearest", name, form, " and ".join(names), to
         )
-
-
-_NAMES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", codes.DTYPE: "8-bit"}
 
 
 @torch.no_grad()

@@ -29,6 +29,8 @@ def on_two_gpus(test):
 
 OPTIMIZERS = {
     "FusedAdam": lambda parameters: FusedAdam(parameters, lr=1e-3, eps=1e-4),
+    "FusedAdam in bf16": lambda parameters: FusedAdam(parameters, lr=1e-3, eps=1e-4, state="bf16"),
+    "FusedAdam in 8 bits": lambda parameters: FusedAdam(parameters, lr=1e-3, eps=1e-4, state="8bit"),
     "FusedLAMB": lambda parameters: FusedLAMB(parameters, lr=0.01, eps=1e-3),
     "LARC": lambda parameters: LARC(FusedSGD(parameters, lr=0.5, momentum=0.9, weight_decay=0.01)),
     "torch's AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4),
@@ -182,6 +184,8 @@ CASES = {
     "O4": {"precision": "O4", "gradient_clip_val": 0.5, "net": {"odd": False}},
     "O5 with validations": {"precision": "O5", "val_check_interval": 3},
     "O5 zero2 with validations": {"precision": "O5", "reshard": False, "val_check_interval": 3, "net": {"odd": False}},
+    "O5 states in bf16": {"precision": "O5", "net": {"optimizer": "FusedAdam in bf16"}},
+    "O4 states in 8 bits": {"precision": "O4", "gradient_clip_val": 0.5, "net": {"optimizer": "FusedAdam in 8 bits"}},
     "O5 LAMB": {"precision": "O5", "net": {"optimizer": "FusedLAMB"}},
     "O5 LARC clipped by value": {
         "precision": "O5",

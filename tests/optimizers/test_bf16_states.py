@@ -161,11 +161,12 @@ def test_shards_are_numbered_within_the_whole_and_strided_ones_refused():
         local = shards["rows"].to_local()
         refusals.refuse_strided_states(FusedAdam([shards["rows"], shards["copy"]], state="bf16"))
         refusals.refuse_strided_states(FusedAdam([shards["columns"]]))
-        with pytest.raises(
-            ConfigError,
-            match=r"numbers the elements of whole parameters, and parameter 0 of group 0 is sharded as \(Shard\(dim=1\),\)",
-        ):
-            refusals.refuse_strided_states(FusedAdam([shards["columns"]], state="bf16"))
+        for state in ("bf16", "8bit"):
+            with pytest.raises(
+                ConfigError,
+                match=r"numbers the elements of whole parameters, and parameter 0 of group 0 is sharded as \(Shard\(dim=1\),\)",
+            ):
+                refusals.refuse_strided_states(FusedAdam([shards["columns"]], state=state))
         return firsts, local.flatten()[:1].tolist()
 
     found = run_ranks(on_rank, 2)
