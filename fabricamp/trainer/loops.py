@@ -182,9 +182,8 @@ class EvaluationLoop(_Loop):
         """The number of loaders."""
         return len(self.max_batches)
 
-    @staticmethod
-    def _print_results(results: list[dict[str, float]], stage: str) -> None:
-        """Prints a table of what the run returned; a program written for Lightning may override it."""
+    def show_results(self, results: list[dict[str, float]], stage: str) -> None:
+        """Prints a table of what the run returned."""
         print_results(results, stage)
 
 

@@ -508,7 +508,7 @@ class Trainer(TrainerProperties):
         ``stage`` is "validate" or "test".  Called on rank 0, unless ``verbose=False`` was given.
         """
         loop = self.validate_loop if stage == RunningStage.VALIDATING else self.test_loop
-        loop._print_results(results, stage)
+        loop.show_results(results, stage)
 
     def print(self, *args: Any, **options: Any) -> None:
         """Prints once, not once per process."""

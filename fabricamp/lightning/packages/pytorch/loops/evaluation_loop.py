@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import torch
+
+from fabricamp.engine.evaluation import print_results
 from fabricamp.errors import ConfigError
 from fabricamp.trainer.loops import EvaluationLoop
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fabricamp.state import RunningStage, TrainerFn
     from fabricamp.trainer import Trainer
 
@@ -49,3 +54,11 @@ class _EvaluationLoop(EvaluationLoop):
         self.inference_mode = inference_mode
         self._stage = stage
         self._trainer_fn = trainer_fn
+
+    def show_results(self, results: list[dict[str, float]], stage: str) -> None:
+        """Calls the method that a program may override, with values as tensors."""
+        self._print_results([{name: torch.tensor(value) for name, value in one.items()} for one in results], stage)
+
+    @staticmethod
+    def _print_results(results: list[dict[str, Tensor]], stage: str) -> None:
+        print_results([{name: float(value) for name, value in one.items()} for one in results], stage)
