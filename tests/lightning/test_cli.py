@@ -11,6 +11,7 @@ import torch
 import yaml
 from torch import nn
 
+import fabricamp
 import fabricamp.cli
 from fabricamp import CheckpointError, DataModule, Trainer, TrainingModule
 from fabricamp.errors import ConfigError, NotInstalledError
@@ -107,7 +108,8 @@ def test_a_file_that_lightning_wrote_is_taken_as_it_is(alias, tmp_path):
     assert type(init.strategy).__name__ == "DDPStrategy"
     # A copy that is written names Lightning's classes, and starts the run again.
     text = cli.parser.dump(cli.config, skip_unset=False)
-    assert "fabricamp." not in text
+    assert "class_path: fabricamp." not in text
+    assert "lambda_func: fabricamp.callbacks.finetuning.multiplicative" in text
     (tmp_path / "copy.yaml").write_text(text)
     again = made("--config", str(tmp_path / "copy.yaml"), kind=parser_only)
     assert again.parser.dump(again.config, skip_unset=False) == text
@@ -272,6 +274,24 @@ def test_the_model_keeps_its_optimizer_through_a_copy(recwarn):
         optimizer = model.configure_optimizers()
         assert type(optimizer) is torch.optim.Adam
         assert [id(one) for one in optimizer.param_groups[0]["params"]] == [id(one) for one in model.parameters()]
+
+
+def test_a_parser_takes_the_trainers_options_without_a_prefix(capsys):
+    parser = fabricamp.cli.LightningArgumentParser()
+    parser.add_lightning_class_args(Trainer, None)
+    assert parser.parse_args(["--max_epochs=3", "--callbacks=Timer"]).max_epochs == 3
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--callbacks=1"])
+    assert 'error: Parser key "callbacks"' in capsys.readouterr().err
+
+
+def test_callbacks_among_the_defaults_are_added_to_those_of_the_configuration():
+    stopping = {"class_path": "fabricamp.callbacks.EarlyStopping", "init_args": {"monitor": "loss"}}
+    cli = made(
+        "--trainer.callbacks=LearningRateMonitor", trainer_defaults={"callbacks": [stopping, fabricamp.Callback()]}
+    )
+    assert [type(one).__name__ for one in cli.trainer.callbacks].count("Callback") == 1
+    assert {"EarlyStopping", "LearningRateMonitor"} <= {type(one).__name__ for one in cli.trainer.callbacks}
 
 
 def test_a_trainer_of_the_user_gets_what_it_takes(recwarn):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from types import FunctionType
 from typing import Any, Final
 
 from jsonargparse import Namespace
@@ -32,9 +31,6 @@ def _renamed(value: Any) -> Any:
         value[:] = map(_renamed, value)
     elif isinstance(value, DefaultName):
         return name_of_runs(value)
-    elif isinstance(value, FunctionType):
-        path = f"{value.__module__}.{value.__qualname__}"
-        return value if (renamed := _lightnings_path(path)) == path else renamed
     return value
 
 

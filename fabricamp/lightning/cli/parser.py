@@ -70,7 +70,7 @@ class LightningArgumentParser(ArgumentParser):
     def add_lightning_class_args(
         self,
         lightning_class: type | Callable[..., Any],
-        nested_key: str,
+        nested_key: str | None,
         subclass_mode: bool = False,
         required: bool = True,
     ) -> list[str]:
@@ -78,7 +78,7 @@ class LightningArgumentParser(ArgumentParser):
 
         Args:
             lightning_class: the class or function.
-            nested_key: the group of the options, as "trainer".
+            nested_key: the group of the options, as "trainer"; None: the options have no prefix.
             subclass_mode: the configuration names a subclass, by ``class_path`` and ``init_args``.
             required: whether it has to, with ``subclass_mode``.
 
@@ -95,16 +95,20 @@ class LightningArgumentParser(ArgumentParser):
                 f"{lightning_class!r} is no Trainer, LightningModule, LightningDataModule or Callback; give such a class, or a "
                 "function whose annotation says that it returns one; for others call add_class_arguments"
             )
-        if issubclass(kind, Callback):
+        if issubclass(kind, Callback) and nested_key is not None:
             self.callback_keys.append(nested_key)
         if subclass_mode:
+            if nested_key is None:
+                raise ConfigError(
+                    "subclass_mode=True needs a key for class_path and init_args, such as nested_key='model'"
+                )
             self.add_subclass_arguments(kind, nested_key, fail_untyped=False, required=required)
             return [nested_key]
         if _is_trainer(kind):
             return self._add_trainer(kind, nested_key)
         return self.add_class_arguments(kind, nested_key, fail_untyped=False, sub_configs=True)  # type: ignore[no-any-return]
 
-    def _add_trainer(self, kind: type, nested_key: str) -> list[str]:
+    def _add_trainer(self, kind: type, nested_key: str | None) -> list[str]:
         """Adds the arguments of a Trainer, which LightningCLI builds itself, with more callbacks."""
         init = next(vars(one)["__init__"] for one in kind.__mro__ if "__init__" in vars(one))
         parameters = inspect.signature(init).parameters
@@ -120,19 +124,17 @@ class LightningArgumentParser(ArgumentParser):
             skip={"callbacks"} if replaced else None,
         )
         groups: Any = self.groups
-        group = groups[nested_key]
+        group, prefix = (self, "") if nested_key is None else (groups[nested_key], f"{nested_key}.")
         if replaced:
             callbacks = list[Callback] | Callback | None
             group.add_argument(
-                f"--{nested_key}.callbacks", type=callbacks, default=None, help="A callback, or a list of them."
+                f"--{prefix}callbacks", type=callbacks, default=None, help="A callback, or a list of them."
             )
-            added.append(f"{nested_key}.callbacks")
+            added.append(f"{prefix}callbacks")
         if passes_on:
             # Configurations that Lightning wrote have these; the Trainer refuses another value than null.
             for name in ignored_at_none("Trainer"):
-                group.add_argument(
-                    f"--{nested_key}.{name}", type=str | None, default=None, help="Lightning's; only null."
-                )
+                group.add_argument(f"--{prefix}{name}", type=str | None, default=None, help="Lightning's; only null.")
         return added
 
     def add_optimizer_args(

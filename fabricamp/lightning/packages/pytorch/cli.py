@@ -224,7 +224,8 @@ class LightningCLI:
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the arguments of Trainer, module and data module."""
         parser.add_lightning_class_args(self.trainer_class, "trainer")
-        defaults = {key: value for key, value in self.trainer_defaults.items() if not _are_objects(key, value)}
+        # Callbacks are added to those of the configuration, which may hold objects that no parser knows.
+        defaults = {key: value for key, value in self.trainer_defaults.items() if key != "callbacks"}
         parser.set_defaults({f"trainer.{key}": value for key, value in defaults.items()})
         parser.add_lightning_class_args(self.model_class, "model", subclass_mode=self.subclass_mode_model)
         if self.datamodule_class is None:
@@ -345,21 +346,17 @@ class LightningCLI:
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Returns a new Trainer with the arguments of the configuration; ``kwargs`` take precedence."""
         options = {**vars(self._get(self.config_init, "trainer", Namespace())), **kwargs}
-        for name in ignored_at_none("Trainer"):
-            if options.get(name, 0) is None:
-                del options[name]
-        kept = self._get(self.config_init, "trainer", Namespace())
+        options = {
+            name: one for name, one in options.items() if one is not None or name not in ignored_at_none("Trainer")
+        }
         defaults = self.trainer_defaults.get("callbacks")
         own = [self._get(self.config_init, key) for key in self._parser(self.subcommand).callback_keys]
-        if "callbacks" in kept or "callbacks" in kwargs:
+        if "callbacks" in options:
             callbacks = [*_listed(options.get("callbacks")), *own]
-            if _are_objects("callbacks", defaults):
-                callbacks += _listed(defaults)
+            callbacks += [instantiate_class((), one) if isinstance(one, dict) else one for one in _listed(defaults)]
             if self.save_config_callback is not None and not options.get("fast_dev_run"):
-                saved = self._get_all()
-                callbacks.append(
-                    self.save_config_callback(self._parser(self.subcommand), saved, **self.save_config_kwargs)
-                )
+                parser = self._parser(self.subcommand)
+                callbacks.append(self.save_config_callback(parser, self._get_all(), **self.save_config_kwargs))
             options["callbacks"] = callbacks
         elif own or defaults or self.save_config_callback is not None:
             name = getattr(self.trainer_class, "__name__", str(self.trainer_class))
@@ -450,11 +447,6 @@ def _listed(value: Any) -> list[Any]:
     if value is None:
         return []
     return [*value] if isinstance(value, list | tuple) else [value]
-
-
-def _are_objects(name: str, value: Any) -> bool:
-    """Returns whether a default of the Trainer is callbacks that are built already, which no parser needs to know."""
-    return name == "callbacks" and any(isinstance(one, Callback) for one in _listed(value))
 
 
 def _recipe(kind: type, arguments: Any) -> dict[str, Any]:
