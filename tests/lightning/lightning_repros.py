@@ -994,7 +994,13 @@ def r6_a_loop_that_prints_results_in_its_own_way():
         @staticmethod
         def _print_results(results, stage):
             printed.append(
-                (stage, [[(name, type(value.item()).__name__, value.shape) for name, value in one.items()] for one in results])
+                (
+                    stage,
+                    [
+                        [(name, type(value.item()).__name__, value.shape) for name, value in one.items()]
+                        for one in results
+                    ],
+                )
             )
 
     class Own(pl.Trainer):

@@ -137,6 +137,10 @@ def test_what_is_left_out_is_said_in_a_line(tmp_path, caplog, linked):
     made("--config", "{fit: {model: {width: 50}}}", "fit", kind=linked, run=True)
     assert "--config: model.width is left out: it is linked to data.size, whose value counts" in _lines(caplog)
     caplog.clear()
+    file.write_text("width: 50\n")
+    made(f"--model={file}", kind=linked)
+    assert _lines(caplog) == [f"{file}: model.width is left out: it is linked to data.size, whose value counts"]
+    caplog.clear()
     file.write_text(f"model: {{class_path: {__name__}.Deep, init_args: {{depth: 3, width: 6}}}}\n")
     cli = made("-c", str(file), "--model.depth=4", "--model=Net", subclass_mode_model=True)
     assert cli.model.width == 6

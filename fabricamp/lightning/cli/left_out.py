@@ -40,10 +40,10 @@ def given_by(arguments: Sequence[str]) -> Iterator[Given]:
         if option in _CONFIG:
             yield from _of_config(value)
         elif option.startswith("--") and not option.endswith("+"):
-            nested: Any = _parsed(value)
+            file, nested = _content(value)
             for word in reversed(option.removeprefix("--").split(".")):
                 nested = {word: nested}
-            yield option, nested
+            yield file or option, nested
 
 
 def given_in(files: Sequence[str]) -> Iterator[Given]:
@@ -53,14 +53,20 @@ def given_in(files: Sequence[str]) -> Iterator[Given]:
 
 
 def _of_config(value: str) -> Iterator[Given]:
+    file, content = _content(value)
+    if isinstance(content, dict):
+        yield file or "--config", content
+
+
+def _content(value: str) -> tuple[str, Any]:
+    """Returns the file that ``value`` names, or an empty string, and what the file holds, or ``value`` itself."""
     try:
         path = Path(value).expanduser()
-        is_file = path.is_file()
-        content = _parsed(path.read_text(encoding="utf-8") if is_file else value)
-    except (OSError, ValueError):  # no file, or not of text
-        return
-    if isinstance(content, dict):
-        yield value if is_file else "--config", content
+        if value and path.is_file():
+            return value, _parsed(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RuntimeError):  # no path, or a file that is not text
+        pass
+    return "", _parsed(value)
 
 
 def _parsed(text: str) -> Any:
