@@ -43,7 +43,7 @@ from fabricamp.own_loop.module import LoopModule
 from fabricamp.own_loop.saves import BackgroundSaves, is_name, path_of
 from fabricamp.own_loop.session import ApartUpdate, LoopSession
 from fabricamp.own_loop.step_function import StepFunction
-from fabricamp.precision.base import Precision
+from fabricamp.precision.base import Clip, Precision
 from fabricamp.rng import deterministic_mode, restore_rng, seed_everything
 from fabricamp.state import TrainerFn
 from fabricamp.trainer import Trainer
@@ -154,6 +154,7 @@ class Loop:
         self._run_batch: Callable[[Batch, int, bool], Any] | None = None  # until the first step
         self._apart: ApartUpdate | None = None
         self._divisor = 1
+        self._clips: dict[Optimizer, Clip] = {}
         self._begun = False
         self._within_step = False
         self._forwards = 0  # since the last update
@@ -264,7 +265,7 @@ class Loop:
     # -- steps ---------------------------------------------------------------------------------------------------------------------
 
     def step(self, fn: Callable[[Batch], Any], batch: Batch, optimizer: Optimizer | None = None) -> Any:
-        """Runs ``fn(batch)``, backward of the loss that it returns, and the update; returns the loss, detached.
+        """Clears gradients, runs ``fn(batch)``, backward of the loss that it returns, and the update; returns the loss, detached.
 
         ``fn`` returns the loss as a scalar tensor, as ``(sum, weight)``, or a dict with "loss" and other values, which is returned,
         detached.  With ``accumulate_grad_batches=n`` every n-th call updates.  With several optimizers name the one that steps, or
@@ -330,8 +331,9 @@ class Loop:
         for one in chosen:
             if not any(one is known for known in self._optimizers):
                 raise ConfigError(f"update got a {type(one).__name__} that prepare was not given")
-            if self._clip_to is not None:
-                update.clip(one, self._clip_to)
+            clip = self._clips.pop(one, self._clip_to)
+            if clip is not None:
+                update.clip(one, clip)
         if self._within_step:
             for one in chosen:
                 update.step(one, None)
@@ -341,6 +343,12 @@ class Loop:
         self._forwards = 0
         if self.batch_is_open:
             self.end_batch()
+
+    def clip_next(self, optimizer: Optimizer, value: float, algorithm: str = "norm") -> None:
+        """Clips the gradients of ``optimizer`` in its next :meth:`update`, by "norm" or "value", in place of ``clip``."""
+        clip = as_clip(value, algorithm)
+        if clip is not None:
+            self._clips[optimizer] = clip
 
     @contextlib.contextmanager
     def accumulate(self, batches: int) -> Iterator[None]:

@@ -24,7 +24,6 @@ HERE = Path(__file__).parent
 ROWS = tomllib.loads(Path(aliases.TABLE).read_text())
 REFUSED = [(path.removeprefix("lightning."), name) for path, row in ROWS.items() for name in row.get("refused", [])]
 BY_HAND = [
-    ("fabric.fabric", "Fabric"),
     ("fabric.plugins.precision.precision", "Precision"),
 ]
 
