@@ -1,4 +1,6 @@
-"""Compares the time per step of the Trainer and of a Loop with a hand-written loop (and Lightning, if it is installed).
+"""Compares the time per step of the Trainer and of a Loop with a hand-written loop.
+
+Beside them Lightning, its Fabric and Accelerate, if they are installed.
 
 CPU, one thread, an MLP 32-32-2, batches of 4, AdamW; a step lasts from one `training_step` to the next.  Each run has the mean
 over its steps after the warm-up (with flushes and refreshes of the bar) and the median step (less affected by other load on the
@@ -45,6 +47,7 @@ WARM_UP = 200
 HAND_WRITTEN = "hand-written loop"
 LEAN, DEFAULT = "3 callbacks, 1 log", "everything at default"
 BARE, LOOP = "fabricamp: no callback, no log", "fabricamp.Loop"
+FABRIC, ACCELERATE = "Lightning's Fabric", "Accelerate"
 SMALLEST_LOOP_US = 56
 LIMITS = {LOOP: 15, f"fabricamp: {LEAN}": 15, f"fabricamp: {DEFAULT}": 40}
 
@@ -105,6 +108,36 @@ def own_loop(steps):
     with run:
         for batch in run.prepare_data(new_loader(steps)):
             run.step(loss_of, batch)
+    return times, ""
+
+
+def by_fabric(steps):
+    """The hand-written loop with Lightning's Fabric."""
+    times = Times()
+    fabric = importlib.import_module("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    net = new_net()
+    net, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
+    for features, labels in fabric.setup_dataloaders(new_loader(steps)):
+        times.note()
+        loss = F.cross_entropy(net(features), labels)
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        optimizer.step()
+    return times, ""
+
+
+def by_accelerate(steps):
+    """The hand-written loop with Hugging Face's Accelerate."""
+    times = Times()
+    accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
+    net = new_net()
+    net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), new_loader(steps))
+    for features, labels in loader:
+        times.note()
+        loss = F.cross_entropy(net(features), labels)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
     return times, ""
 
 
@@ -269,6 +302,9 @@ def all_runs(steps, root):
             logging.getLogger(package.__name__).setLevel(logging.ERROR)
             runs[f"{name}: {LEAN}"] = partial(trained, package, steps, root, everything=False)
             runs[f"{name}: {DEFAULT}"] = partial(trained, package, steps, root, everything=True)
+    for name, package, run in ((FABRIC, "lightning", by_fabric), (ACCELERATE, "accelerate", by_accelerate)):
+        if importlib.util.find_spec(package) is not None:
+            runs[name] = partial(run, steps)
     return runs
 
 
