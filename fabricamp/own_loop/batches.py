@@ -18,12 +18,13 @@ class LoopBatches:
     """An epoch of batches for each ``for``: of a loader that ``Loop.prepare_data`` was given.
 
     A resumed run's first pass begins after the batches that were done.  A batch is done after its step, or when the next is asked
-    for.
+    for.  A pass that is left by ``break`` ends its epoch when the next one begins: a file that is saved in between goes on in it.
     """
 
     def __init__(self, loop: Loop, session: LoopSession) -> None:
         self._loop = loop
         self._session = session
+        self._left = False  # whether the last pass of this process was not complete
 
     def __len__(self) -> int:
         """The number of batches of an epoch on this rank; raises TypeError if the loader has none."""
@@ -40,6 +41,9 @@ class LoopBatches:
         feed = session.feed
         assert feed is not None
         assert session.loader is not None
+        if self._left and state.batch_idx:
+            loop.end_epoch()
+        self._left = True
         set_epoch(session.loader, state.epoch)
         if state.batch_idx:
             loop.restore_rng()
@@ -57,5 +61,6 @@ class LoopBatches:
             complete = True
         finally:
             state.batches = None
+            self._left = not complete
             if complete:
                 loop.end_epoch()

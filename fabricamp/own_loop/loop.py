@@ -401,7 +401,7 @@ class Loop:
         """
         session = self._opened("log")
         if self._trainer.loggers and self.is_global_zero:
-            numbers = {name: float(value) for name, value in values.items()}
+            numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
             session.delivery.log_metrics(numbers, self.global_step if step is None else step)
 
     def print(self, *args: Any, **options: Any) -> None:

@@ -74,7 +74,7 @@ def logged(folder):
         for batch in train:
             loss = run.step(lambda b: model(b[0]).square().mean(), batch)
             if run.global_step % 2 == 0:
-                run.log({"loss": loss, "lr": 0.1})
+                run.log({"loss": loss, "lr": 0.1, "weights": model[0].weight.sum()})
         return run.rank
 
 

@@ -140,3 +140,28 @@ def test_restore_comes_before_the_first_step(tmp_path):
     with pytest.raises(ConfigError, match="before the first step"):
         run.restore("last")
     run.close()
+
+
+def test_a_pass_that_is_left_ends_its_epoch_when_the_next_begins(tmp_path):
+    run, model, _, train = prepared("sgd", default_root_dir=tmp_path)
+
+    def passed(stop):
+        seen = []
+        for batch in train:
+            seen.append(batch[0])
+            run.step(lambda b: F.cross_entropy(model(b[0]), b[1]), batch)
+            if len(seen) == stop:
+                break
+        return seen
+
+    first = passed(3)
+    run.save("last")
+    second = passed(None)
+    assert (len(first), len(second), run.epoch) == (3, len(train), 2)
+    assert not torch.equal(first[0], second[0])
+    run.close()
+    run, model, _, train = prepared("sgd", default_root_dir=tmp_path)
+    run.restore("last")
+    assert len(passed(None)) == len(train) - 3
+    assert run.epoch == 1
+    run.close()

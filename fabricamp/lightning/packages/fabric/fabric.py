@@ -360,7 +360,7 @@ class Fabric:
         """Gives the loggers of rank 0 the values; tensors are read, which waits for the device."""
         if not self.is_global_zero:
             return
-        values = {name: float(value) for name, value in metrics.items()}
+        values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
         for logger in self._loggers:
             logger.log_metrics(values, self._loop.global_step if step is None else step)
 
