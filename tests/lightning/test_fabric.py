@@ -81,12 +81,12 @@ def on_two_ranks():
             fabric.clip_gradients(model, optimizer, max_norm=0.5)
             optimizer.step()
             optimizer.zero_grad()
+        found.append(torch.cat([one.detach().flatten() for one in model.parameters()]))
         fabric.save(Path(f"{strategy}.ckpt"), {"model": model, "optimizer": optimizer, "step": 2})
         fabric.barrier()
         state = {"model": model, "optimizer": optimizer, "step": 0}
         assert fabric.load(f"{strategy}.ckpt", state) == {}
         assert state["step"] == 2
-        found.append(torch.cat([one.detach().flatten() for one in model.parameters()]))
     return found
 
 
