@@ -126,11 +126,14 @@ def _refused(name: str, module: str) -> type:
     """Returns a class of the module that raises when it is constructed."""
     from fabricamp.lightning.refused import Refused
 
-    attributes = {
+    attributes: dict[str, Any] = {
         "__doc__": "Not offered: constructing it raises.",
         "__module__": module,
         "_lightnings_name": f"{_part_of_lightning(module)}.{name}",
     }
+    if name.endswith("Accelerator"):  # programs ask for each kind of device before they choose one
+        attributes["is_available"] = staticmethod(lambda: False)
+        attributes["auto_device_count"] = staticmethod(lambda: 0)
     return type(name, (Refused,), attributes)
 
 

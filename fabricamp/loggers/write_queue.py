@@ -139,6 +139,9 @@ class WriteQueue(Generic[Item]):
                 return self._num_done() >= num_put
             answered = self._changed.wait_for(lambda: self._num_done() >= num_put, seconds)
             self._timed_out = not answered
+            ending = None if self._stays or self._waiting else self._thread
+        if answered:
+            _see_end(ending)
         return answered
 
     def wait_unless_failing(self) -> bool:
@@ -181,6 +184,8 @@ class WriteQueue(Generic[Item]):
             self._sending = []
             self._closed = True
             self._changed.notify_all()
+        if answered:
+            _see_end(self._thread)
         return answered
 
     def _at_exit(self) -> None:
@@ -190,6 +195,12 @@ class WriteQueue(Generic[Item]):
         if self._process != os.getpid():  # forked: the thread does not exist here, and the items are the parent's
             self._clear()
         return self._changed
+
+
+def _see_end(thread: threading.Thread | None) -> None:
+    """Returns once a thread that has nothing left to do has ended: no thread of a logger outlives its run."""
+    if thread is not None and thread is not threading.current_thread():
+        thread.join(1.0)
 
 
 def _reason(error: Exception) -> str:

@@ -1360,6 +1360,13 @@ def s16_the_device_of_arguments():
     return str(connector.strategy.root_device), connector.is_distributed
 
 
+@row
+def s17_kinds_of_devices_that_are_not_there():
+    from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
+
+    return [kind.is_available() for kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator)]
+
+
 def late(*_):
     raise TimeoutError("hangs")
 

@@ -10,10 +10,11 @@ import pytest
 
 from fabricamp import Callback
 from fabricamp.callbacks import ModelCheckpoint
-from fabricamp.loggers import JSONLinesLogger, TensorBoardLogger, logger_collection
+from fabricamp.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger, logger_collection
 from fabricamp.loggers.append_file import AppendFile
 from fabricamp.loggers.write_queue import RecordQueue, WriteQueue
 from tests.loggers.test_logger_errors import KINDS, csv_logger, fit, json_logger, steps_of, tensorboard_logger
+from tests.small import Classifier, loader, quiet_trainer
 
 
 class Until(Callback):
@@ -199,3 +200,21 @@ def test_a_csv_file_that_is_asked_for_while_its_disk_hangs_is_told_once(tmp_path
     logger.barrier(0)
     logger.close()
     assert steps_of(logger) == [0]
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_no_thread_is_left_outside_of_a_run_and_after_one(tmp_path, kind):
+    def threads():
+        return [one for one in threading.enumerate() if one.name == "fabricamp-write-queue"]
+
+    before = threads()
+    logger = kind(tmp_path)
+    logger.log_hyperparams({"a": 1})
+    logger.log_metrics({"x": 1.0}, 0)
+    logger.save()
+    assert threads() == before
+    quiet_trainer(max_steps=1, logger=logger).fit(Classifier(), loader(4))
+    assert threads() == before
+    logger.log_metrics({"x": 2.0}, 1)
+    logger.save()
+    assert threads() == before
