@@ -155,8 +155,7 @@ class Memory(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - self.begun)
-        free, total = torch.cuda.mem_get_info()
-        self.used.append(total - free)
+        self.used.append(torch.cuda.memory_reserved())  # of this process alone: others may use the device too
         self.pools.append(len({one["segment_pool_id"] for one in torch.cuda.memory_snapshot()}))
         self.peaks.append((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
 
