@@ -409,7 +409,14 @@ def test_a_logger_of_a_service(name, way, tmp_path):
     assert (copied.name, copied.save_dir) == (logger.name, logger.save_dir)
 
 
-PROFILERS = ("MemoryProfiler", "PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler")
+PROFILERS = (
+    "AdvancedProfiler",
+    "MemoryProfiler",
+    "PassThroughProfiler",
+    "Profiler",
+    "PyTorchProfiler",
+    "SimpleProfiler",
+)
 
 
 @each_way
