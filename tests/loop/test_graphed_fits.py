@@ -148,9 +148,7 @@ def test_a_graphed_fit_has_the_bits_of_an_eager_one(
         assert len(taken) > copies * card.events.count("capture")
 
 
-@pytest.mark.parametrize("steps", [2, 4])
-@pytest.mark.parametrize("copies", [1, 2])
-@pytest.mark.parametrize("precision", ["O0", "O1"])
+@pytest.mark.parametrize(("steps", "copies", "precision"), pairs([2, 4], [1, 2], ["O0", "O1"]))
 def test_several_steps_a_launch_under_a_schedule(steps, copies, precision, card, taken, fitting):
     options = {"precision": precision, "log_every_n_steps": 8}
     fitting(copies, **options)

@@ -32,7 +32,12 @@ def test_accumulates_with_a_tied_embedding(level):
 
 
 @pytest.mark.parametrize(
-    ("level", "compiled"), [("O0", "step"), ("O1", "step"), ("O4", "step"), ("O2", "modules"), ("O5", "modules")]
+    ("level", "compiled"),
+    [
+        ("O1", "step"),
+        ("O5", "modules"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("O0", "step"), ("O4", "step"), ("O2", "modules"))),
+    ],
 )
 def test_compiled(level, compiled):
     torch._dynamo.reset()
