@@ -46,7 +46,9 @@ def described(readme: str) -> str:
         if page.suffix != ".md" or page.parent not in [DOCS / folder for folder in FOLDERS]:
             return text
         command = f"`fabricamp help {page.stem}`"
-        return command if text == target else f"{text} ({command})"
+        if text == target:
+            return command
+        return f"{text} {command}" if text.endswith("?") else f"{text}: {command}"
 
     text = PACKAGE.sub(r"\1", CLONE.sub("", readme))
     text = LINK.sub(replaced, text)

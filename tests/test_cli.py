@@ -449,6 +449,8 @@ def test_help_shows_the_pages_that_messages_name(capsys):
     assert re.search(r"^slow-data +Slow data$", listed, re.MULTILINE)
     assert main(["help", "loop"]) == 0
     assert capsys.readouterr().out == (package.parent / "docs" / "guides" / "loop.md").read_text()
+    assert main(["help", "guides/loop.md"]) == 0  # as pages name each other
+    assert "From a loop" in capsys.readouterr().out
     assert main(["help", "slow-dat"]) == 2
     assert "there is no page on 'slow-dat'; did you mean slow-data?" in capsys.readouterr().err
     assert main(["help", "slow-dtaa"]) == 2

@@ -169,10 +169,11 @@ def restore_weights(module: TrainingModule, checkpoint: StateDict, path: str, *,
         ]
         differences = {"missing": missing, "unexpected": unexpected, "other shape": sorted(shapes)}
         details = "; ".join(f"{label} {_first_five(names)}" for label, names in differences.items() if names)
+        fitting = "the file's entries of the shapes here" if shapes else "the weights of the same names"
         raise CheckpointError(
-            f"{path} does not fit the model of this {type(module).__name__}: {details or error}; "
-            "give a checkpoint of this class, or load the weights of the same names and shapes with "
-            "load_state_dict(..., strict=False)"
+            f"{path} does not fit the model of this {type(module).__name__}: {details or error}; give a checkpoint of this class, "
+            f"or load {fitting} with load_state_dict(..., strict=False); a new run leaves ckpt_path out, or has a "
+            "default_root_dir of its own, in which 'auto' and 'last' find no other model's files"
         ) from error
 
 

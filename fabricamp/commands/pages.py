@@ -37,6 +37,7 @@ def show(topic: str | None) -> None:
         for name, page in found.items():
             print(f"{name:{width}}  {_title(page)}")
         return
+    topic = Path(topic).stem if topic.endswith(".md") else topic  # as pages name each other
     if topic not in found:
         within = ", ".join(name for name in found if topic.lower() in name)
         meant = f"; did you mean {within}?" if within and topic else nearest(topic, found) or _mentions(topic, found)
