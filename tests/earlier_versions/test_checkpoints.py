@@ -48,6 +48,8 @@ def content(path, file):
         hyper_parameters["head"] = hyper_parameters["head"].state_dict()
     for position in state["data"]["position"]:
         position.pop("before_accumulation", None)  # for a run that cannot go on with the gradients
+        for order in position.get("orders", ()):
+            assert order is None or order.pop("reads_to_end", True)  # the one rule of earlier files
     if file.parent.name == "format_3":
         return state
     for name in ("optimizer_identities", "lr_scheduler_identities"):

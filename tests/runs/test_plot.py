@@ -80,8 +80,7 @@ def test_one_run_fills_eighty_columns_when_it_is_piped(runs, capsys, monkeypatch
 
 def test_events_table_and_lines_say_the_same(runs):
     events, table, lines = (read_curves(runs / kind / "version_0") for kind in ("events", "tables", "lines"))
-    assert table.keys() == lines.keys()
-    assert [one.values for one in table.values()] == [one.values for one in lines.values()]
+    assert {name: one.values for name, one in table.items()} == {name: one.values for name, one in lines.items()}
     assert len(lines["val_loss"].times) == len(lines["val_loss"].steps)
     for name in ("train_loss_step", "train_loss_epoch", "val_loss", "lr-SGD", "amp/loss_scale", "amp/skipped_steps"):
         assert events[name].steps == table[name].steps

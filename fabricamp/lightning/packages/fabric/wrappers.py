@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
     from fabricamp.lightning.packages.fabric.fabric import Fabric
 
-_OWN = ("_fabric", "_forward_methods")
-
 
 class _FabricModule(nn.Module):
     """A module whose call runs at Fabric's precision; all else is the module's."""
+
+    _fabric: Fabric
+    _forward_methods: set[str]
 
     def __init__(self, fabric: Fabric, module: nn.Module) -> None:
         super().__init__()

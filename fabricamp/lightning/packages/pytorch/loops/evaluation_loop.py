@@ -57,7 +57,16 @@ class _EvaluationLoop(EvaluationLoop):
 
     def show_results(self, results: list[dict[str, float]], stage: str) -> None:
         """Calls the method that a program may override, with values as tensors."""
-        self._print_results([{name: torch.tensor(value) for name, value in one.items()} for one in results], stage)
+        self._print_results(
+            [
+                {
+                    name: torch.tensor(value, dtype=torch.get_default_dtype(), device="cpu")
+                    for name, value in one.items()
+                }
+                for one in results
+            ],
+            stage,
+        )
 
     @staticmethod
     def _print_results(results: list[dict[str, Tensor]], stage: str) -> None:
