@@ -11,9 +11,9 @@ import fabricamp.messages  # noqa: F401 - sets up the logger for all messages
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
-    import fabricamp.core as core  # noqa: F401, PLR0402 - of fabricamp-stubs: it has no file here
     from fabricamp import apex as apex
     from fabricamp import callbacks as callbacks
+    from fabricamp import core as core
     from fabricamp import data as data
     from fabricamp import errors as errors
     from fabricamp import loggers as loggers

@@ -7,7 +7,7 @@ rounded to even, half of them would have a remainder of 0x8000, which an int16 c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeGuard
 
 import torch
 
@@ -27,7 +27,7 @@ def is_remainder(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.dtype is DTYPE
 
 
-def _has_remainders(copies: Sequence[Tensor | None] | None) -> bool:
+def _has_remainders(copies: Sequence[Tensor | None] | None) -> TypeGuard[Sequence[Tensor | None]]:
     # One call for all: every update on a CPU asks.
     return copies is not None and DTYPE in {copy.dtype for copy in copies if copy is not None}
 
@@ -65,7 +65,7 @@ def wide_values(parameters: Sequence[Tensor], copies: Sequence[Tensor | None] | 
     """Returns what an update computes with: the values of parameters with a remainder in ``copies``, else as :func:`widened`."""
     if not _has_remainders(copies):
         return widened(parameters)
-    pairs = zip(parameters, copies or (), strict=True)
+    pairs = zip(parameters, copies, strict=True)
     return [
         joined(parameter, copy) if copy is not None and is_remainder(copy) else widened((parameter,))[0]
         for parameter, copy in pairs
@@ -81,7 +81,7 @@ def write_values(
         if copies is not None:
             rounded(values, copies)
         return
-    for value, parameter, copy in zip(values, parameters, copies or (), strict=True):
+    for value, parameter, copy in zip(values, parameters, copies, strict=True):
         if copy is not None and is_remainder(copy):
             part_into(value, parameter, copy)
         else:

@@ -79,7 +79,8 @@ def keep_as(dtype: torch.dtype, entry: dict[str, Any], name: str, parameter: Ten
 
     Returns whether codes of other shards were rounded again.  A tensor that is no state of ``parameter`` stays, to be refused.
     """
-    value, scales = entry[name], entry.get(name_of_scales(name))
+    value = entry[name]
+    scales = entry.get(name_of_scales(name))
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return False
     own = codes.scales_for(parameter) if dtype is codes.DTYPE else None
@@ -114,20 +115,23 @@ def keep_loaded(optimizer: FusedOptimizer, state_dict: StateDict, kept: Callable
 
     ``kept`` returns the dtype of a parameter's states.
     """
-    rule, changes, again = optimizer.rule, set(), False
+    rule = optimizer.rule
+    changes = set()
+    again = False
     saved = [key for group in state_dict["param_groups"] for key in group["params"]]
     for key, parameter in zip(saved, owned_parameters(optimizer), strict=True):
-        entry, given = optimizer.state.get(parameter) or {}, state_dict["state"].get(key, {})
+        entry = optimizer.state.get(parameter) or {}
+        given = state_dict["state"].get(key, {})
         for name in rule.states:
             if isinstance(entry.get(name), Tensor) and isinstance(given.get(name), Tensor):
                 again |= keep_as(kept(parameter), entry, name, parameter, squares=name in rule.squares)
                 changes.add((given[name].dtype, entry[name].dtype))
     if started_rank() != 0:
         return
-    name, form = type(optimizer).__name__, optimizer.state_format
-    names = [
-        _NAMES[one] for one in _NAMES if any(one is before is not after for before, after in changes if after in _NAMES)
-    ]
+    name = type(optimizer).__name__
+    form = optimizer.state_format
+    changed = {before for before, after in changes if before is not after and after in _NAMES}
+    names = [known for dtype, known in _NAMES.items() if dtype in changed]
     if again:
         _LOG.info(
             "%s(state='8bit') rounds the 8-bit states of the checkpoint again: its shards begin at other elements", name

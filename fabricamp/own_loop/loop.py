@@ -150,6 +150,7 @@ class Loop:
         self._session: LoopSession | None = None
         self._saves: BackgroundSaves | None = None
         self._resumed_rng: StateDict | None = None
+        self._rng_is_used = False
         self._function: StepFunction | None = None
         self._run_batch: Callable[[Batch, int, bool], Any] | None = None  # until the first step
         self._apart: ApartUpdate | None = None
@@ -545,8 +546,6 @@ class Loop:
             if self._state.batch_idx == 0 or self._session is None or self._session.loader is None or self._rng_is_used:
                 self._resumed_rng = None
             self._rng_is_used = True
-
-    _rng_is_used = False
 
     def _opened(self, name: str) -> LoopSession:
         if self._closed:
