@@ -11,6 +11,7 @@ import contextlib
 import sys
 import weakref
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from fabricamp._utils.types import Batch, StateDict, Stateful
     from fabricamp.compilation import Compile
     from fabricamp.cuda_graph import CudaGraph
+    from fabricamp.engine.graph.update import GraphUpdate
     from fabricamp.loggers.base import Logger
     from fabricamp.strategies.base import Strategy
 
@@ -152,14 +154,15 @@ class Loop:
         self._resumed_rng: StateDict | None = None
         self._rng_is_used = False
         self._function: StepFunction | None = None
-        self._run_batch: Callable[[Batch, int, bool], Any] | None = None  # until the first step
+        self._run_batch: Callable[[Batch, int, bool], Any] | None = None
+        """Runs the batches of whole steps, from the first one on."""
         self._apart: ApartUpdate | None = None
         self._divisor = 1
         self._clips: dict[Optimizer, Clip] = {}
         self._begun = False
         self._within_step = False
         self._forwards = 0  # since the last update
-        self._micro = 0  # calls of step in this epoch
+        self._numbers = count()  # of the calls of step in this epoch
         self._closed = False
         self.batch_is_open = False
         """Whether a batch of the prepared loader is out and not done."""
@@ -273,20 +276,13 @@ class Loop:
         call ``backward`` and ``update`` in ``fn``, which is then one step of all optimizers together.
         """
         if self._run_batch is None or optimizer is not None:
-            return self._first_step(fn, batch, optimizer)
-        if self._apart is not None:
-            return self._step_in_parts(fn, batch, None)
+            return self._other_step(fn, batch, optimizer)
         self._call.function = fn
-        if self._function is not None:
-            self._look(self._function, fn)
-        count = self._micro
-        self._micro = count + 1
         try:
-            outputs = self._run_batch(batch, count, self._feed.last)
+            outputs = self._run_batch(batch, next(self._numbers), self._feed.last)
         except FabricampError as error:
             _speak_of_the_function(error)
             raise
-        self._update.stepped = False
         if self.batch_is_open:
             self.end_batch()
         return outputs["loss"] if outputs is not None and len(outputs) == 1 else outputs
@@ -376,6 +372,7 @@ class Loop:
         if not self._begun:
             self._begin(automatic=len(self._optimizers) == 1)
         self._refuse_within_step("save")
+        self._update.stepped = False
         file = path_of(path, session.settings.default_root_dir)
         module = cast("LoopModule", session.module)
         states = {name: one.state_dict() for name, one in others.items()}
@@ -519,7 +516,7 @@ class Loop:
 
     def begin_epoch(self) -> None:
         """Called before a pass over the prepared loader."""
-        self._micro = 0
+        self._numbers = count()
         if self._begun:
             assert self._session is not None
             self._session.follow_freezing()
@@ -537,7 +534,7 @@ class Loop:
             self._update.end_epoch()
         self._state.epoch += 1
         self._state.batch_idx = 0
-        self._micro = 0
+        self._numbers = count()
 
     def restore_rng(self) -> None:
         """Restores the random numbers of a checkpoint: in ``restore``, and once more where its epoch goes on."""
@@ -569,21 +566,28 @@ class Loop:
         self._begun = True
         self._update = session.update
         self._feed = session.update._parts.feed
-        self._run_batch = session.steps.run_batch
         self._apart = session.update if isinstance(session.update, ApartUpdate) else None
+        if self._apart is None:
+            captures = session.graphs.update
+            self._run_batch = session.steps.run_batch if captures is None else self._captured(captures)
         self._casts = overrides(session.precision, "forward", Precision)
 
-    def _look(self, function: StepFunction, fn: Callable[[Batch], Any]) -> None:
-        """Lets a graph know what ``fn`` reads, while steps are captured."""
-        assert self._session is not None
-        captures = self._session.graphs.update
-        if captures is None or captures.why_eager:
-            self._function = None
-            return
-        try:
-            function.look(fn)
-        except NotCapturableError as error:
-            captures.fallback.give_up(str(error))
+    def _captured(self, captures: GraphUpdate) -> Callable[[Batch, int, bool], Any]:
+        """Returns what runs a batch as a graph, which knows what the step's function reads."""
+        function = self._function
+        assert function is not None
+
+        def run_batch(batch: Batch, number: int, last: bool) -> Any:
+            if not function.seen.is_all_that_is_read_by(self._call.function):
+                try:
+                    function.look(self._call.function)
+                except NotCapturableError as error:
+                    captures.fallback.give_up(str(error))
+            if captures.fallback.why:
+                self._run_batch = captures.run_batch
+            return captures.run_batch(batch, number, last)
+
+        return run_batch
 
     def _in_parts(self, name: str) -> ApartUpdate:
         """Returns the update of a Loop whose steps are made in parts; raises if its steps were made whole so far."""
@@ -598,8 +602,8 @@ class Loop:
             )
         return self._apart
 
-    def _first_step(self, fn: Callable[[Batch], Any], batch: Batch, optimizer: Optimizer | None) -> Any:
-        """Makes a step in a Loop that has made none, or of one of several optimizers."""
+    def _other_step(self, fn: Callable[[Batch], Any], batch: Batch, optimizer: Optimizer | None) -> Any:
+        """Makes a step in a Loop that has made none, in parts, or of one of several optimizers."""
         self._opened("step")
         if not self._begun:
             if len(self._optimizers) > 1:
@@ -618,7 +622,7 @@ class Loop:
         self._refuse_within_step("step")
         update = self._apart
         assert update is not None
-        assert self._run_batch is not None
+        session = self._opened("step")
         returned: Any = None
 
         def run(given: Batch) -> Any:
@@ -644,11 +648,10 @@ class Loop:
         self._call.function = run
         self._within_step = True
         try:
-            self._run_batch(batch, self._micro, self._feed.last)
+            session.steps.run_batch(batch, next(self._numbers), self._feed.last)
         finally:
             self._within_step = False
         update.stepped = False
-        self._micro += 1
         if self.batch_is_open:
             self.end_batch()
         if isinstance(returned, dict):

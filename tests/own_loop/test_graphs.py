@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -160,6 +160,78 @@ def of_tensor_in_place():
     return lambda model: lambda b: w * loss_of(model, b), w.fill_
 
 
+def of_partial_in_a_cell():
+    state = [1.0]
+
+    def weighted(state, loss):
+        return state[0] * loss
+
+    weigh = functools.partial(weighted, state)
+    return lambda model: lambda b: weigh(loss_of(model, b)), functools.partial(state.__setitem__, 0)
+
+
+def of_bound_method():
+    criterion = torch.nn.CrossEntropyLoss()
+    criterion.label_smoothing = 1.0
+    call = criterion.forward
+    return lambda model: lambda b: call(model(b[0]), b[1]), functools.partial(setattr, criterion, "label_smoothing")
+
+
+def of_method_of_a_dict():
+    options = {"weight": 1.0}
+    get = options.get
+    return lambda model: lambda b: get("weight") * loss_of(model, b), functools.partial(options.__setitem__, "weight")
+
+
+def of_base_class():
+    class Base:
+        value = 1.0
+
+    class Steps(Base):
+        def step(self, b):
+            return self.value * loss_of(self.model, b)
+
+    steps = Steps()
+
+    def make(model):
+        steps.model = model
+        return steps.step
+
+    return make, functools.partial(setattr, Base, "value")
+
+
+def of_another_method():
+    class Steps:
+        def step(self, b):
+            return self.weigh(loss_of(self.model, b))
+
+        def weigh(self, loss):
+            return loss * WEIGHT
+
+    steps = Steps()
+
+    def make(model):
+        steps.model = model
+        return steps.step
+
+    return make, of_global()[1]
+
+
+def of_function_in_a_module():
+    helpers = ModuleType("helpers")
+    exec("weight = 1.0\n\ndef weigh(loss):\n    return weight * loss\n", vars(helpers))
+    return lambda model: lambda b: helpers.weigh(loss_of(model, b)), functools.partial(setattr, helpers, "weight")
+
+
+def of_item_that_moves():
+    first, second = [1.0], [0.5, 2.0]
+
+    def change(_):
+        first.append(second.pop(0))
+
+    return lambda model: lambda b: len(first) * loss_of(model, b) + second[-1] - 2.0, change
+
+
 def of_code():
     state = [1.0]
 
@@ -188,6 +260,13 @@ WAYS = [
     of_module,
     of_tensor,
     of_tensor_in_place,
+    of_partial_in_a_cell,
+    of_bound_method,
+    of_method_of_a_dict,
+    of_base_class,
+    of_another_method,
+    of_function_in_a_module,
+    of_item_that_moves,
     of_code,
 ]
 
