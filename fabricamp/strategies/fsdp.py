@@ -24,7 +24,7 @@ from fabricamp.ops.shards import is_shard
 from fabricamp.ops.shards import whole as full_tensor
 from fabricamp.strategies.capabilities import Sharding
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
-from fabricamp.strategies.fsdp_collectives import asked_exchange, peer_memory_of, replace_collectives
+from fabricamp.strategies.fsdp_collectives import ComputesMemory, asked_exchange, peer_memory_of, replace_collectives
 from fabricamp.strategies.fsdp_units import (
     Unit,
     described,
@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
     from fabricamp._utils.types import Step
+    from fabricamp.gradients.flat import Gradients
+    from fabricamp.gradients.memory import GradientMemory
     from fabricamp.ops.peer_memory import PeerBuffers
     from fabricamp.strategies.capabilities import ShardPlan
     from fabricamp.strategies.fsdp_collectives import PeerMemory
@@ -141,6 +143,8 @@ class FSDP(ProcessGroupStrategy, Sharding):
         self._whole: WholeGradients | None = None
         self._last: Any = None
         """A unit that a training step leaves gathered between forward and backward, which begins with it; or None."""
+        self._of_computes: ComputesMemory | None = None
+        """Where gradients are scattered to; None: in memory of torch's stream for it."""
         self._peers: PeerMemory | None = None
         """The memory that the ranks read of each other; None if they do not."""
 
@@ -161,6 +165,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         self._undo = Undo(module)
         self._cast_units = []
         self._peers = None
+        self._of_computes = None
         self._last = stays_gathered(units, self.units) if self.reshard_after_forward is True else None
         self._module = module
         self._trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
@@ -419,7 +424,9 @@ class FSDP(ProcessGroupStrategy, Sharding):
         assert self._undo is not None, "shard_module has made it"
         assert self._mesh is not None
         peers = peer_memory_of(self._cast_units, self._mesh.get_group("shard"), self.device)
-        self._undo.also(replace_collectives(self._cast_units, peers))
+        # With copies, gradients cross a third stream.
+        self._of_computes = ComputesMemory() if self.replicate == 1 and self.device.type == "cuda" else None
+        self._undo.also(replace_collectives(self._cast_units, peers, self._of_computes))
         self._peers = peers
 
     def allows_inference_mode(self) -> bool:
@@ -545,6 +552,14 @@ class FSDP(ProcessGroupStrategy, Sharding):
         # Captured steps, and those that run eagerly on another rank, have to use the same buffers for the same unit.
         for buffers in self._buffers():
             buffers.turn = NO_TURN
+        if self._of_computes is not None and self._module is not None:
+            self._of_computes.wait(streams_of_sharding(self._module))
+
+    def reduce_gradients(self, memory: GradientMemory | None = None) -> Gradients:
+        """Returns the gradients, which backward has exchanged."""
+        if self._of_computes is not None:
+            self._of_computes.forget()  # torch has made the current stream wait for them at the end of backward
+        return super().reduce_gradients(memory)
 
     def unshard_module(self, module: nn.Module, *, whole: bool = True) -> None:
         """Restores the plain module; with ``whole`` rank 0 has the full parameters, in host memory."""
@@ -553,6 +568,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         self._module = None
         self._whole = None
         self._peers = None
+        self._of_computes = None
         self._last = None
         self._cast_units = []
         if undo is None:
@@ -585,6 +601,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         self._module = None
         self._whole = None
         self._peers = None
+        self._of_computes = None
         self._last = None
         self._cast_units = []
         self._steps = {}

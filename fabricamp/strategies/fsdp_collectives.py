@@ -27,6 +27,7 @@ from fabricamp.ops.peer_memory import NO_TURN, PeerBuffers, checked_exchange, wo
 from fabricamp.ops.rank_sums import rank_sums
 from fabricamp.ops.shards import is_shard, local
 from fabricamp.torch_private import (
+    current_stream_is_capturing,
     fsdp_copy_ops,
     sharded_parameters,
     tree_map_only,
@@ -268,6 +269,37 @@ class _Place:
         return self._memory
 
 
+class ComputesMemory:
+    """Gives scattered gradients memory of the stream that computes.
+
+    torch takes it from the stream that scatters, whose memory nothing else can use.  Then gradients never take the place of
+    activations, which backward frees, nor these that of gradients, which are freed before the forward.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[Tensor] = []
+        """What may still be written on another stream: freed memory belongs to the stream that computes at once."""
+
+    def allocate(self, size: Sequence[int], dtype: torch.dtype, stream: torch.cuda.Stream) -> Tensor:
+        """Returns memory; called on a stream that has waited for ``stream``, the one that computes."""
+        with torch.cuda.stream(stream):
+            memory = torch.empty(*size, dtype=dtype, device=stream.device)
+        self._held.append(memory)
+        return memory
+
+    def forget(self) -> None:
+        """Called when the stream that computes has waited for all that is written."""
+        self._held.clear()
+
+    def wait(self, streams: Sequence[torch.cuda.Stream]) -> None:
+        """Makes the current stream wait for ``streams`` if a backward did not end, as after an exception."""
+        if self._held and not current_stream_is_capturing():
+            current = torch.cuda.current_stream(self._held[0].device)
+            for stream in streams:
+                current.wait_stream(stream)
+            self.forget()
+
+
 class ScatterCasts:
     """A unit's reduce-scatter, as ``FSDPModule.set_custom_reduce_scatter`` takes it, with one launch for the copies.
 
@@ -275,7 +307,13 @@ class ScatterCasts:
     gradients are larger than a buffer, torch does.
     """
 
-    def __init__(self, peers: PeerBuffers | None = None) -> None:
+    def __init__(
+        self, peers: PeerBuffers | None = None, memory: ComputesMemory | None = None, records: Sequence[Any] = ()
+    ) -> None:
+        self._of_computes = memory
+        self._records = records
+        self._computes: torch.cuda.Stream | None = None
+        """The stream that computes, in an eager step with ``memory``."""
         self.output_is_next = False
         """Whether torch allocates its output next: it allocates the input, copies gradients into it, then allocates the output."""
         self._peers = peers
@@ -286,7 +324,13 @@ class ScatterCasts:
         """Returns memory for the input, or for the output."""
         if self.output_is_next:
             self.output_is_next = False
+            # What is added to gradients is dropped before it is read, so it has to stay the scattering stream's.
+            adds = any(record.sharded_param.grad is not None for record in self._records)
+            if self._of_computes is not None and self._computes is not None and not adds:
+                return self._of_computes.allocate(size, dtype, self._computes)
             return torch.empty(*size, dtype=dtype, device=device)
+        if self._of_computes is not None:
+            self._computes = None if current_stream_is_capturing() else torch.cuda.current_stream(device)
         return FlatGradients(size, _Place(math.prod(size), dtype, device), self)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
@@ -419,7 +463,7 @@ class PeerMemory(NamedTuple):
 
 
 def replace_collectives(
-    units: Sequence[tuple[FSDPModule, torch.dtype]], peers: PeerMemory | None
+    units: Sequence[tuple[FSDPModule, torch.dtype]], peers: PeerMemory | None, memory: ComputesMemory | None = None
 ) -> Callable[[], None]:
     """Replaces torch's collectives of ``units``, each with the dtype in which its parameters are gathered.
 
@@ -427,14 +471,15 @@ def replace_collectives(
     """
     shards: list[Any] = []
     for unit, dtype in units:
-        for record in sharded_parameters(unit):
+        records = list(sharded_parameters(unit))
+        for record in records:
             shard = local(record.sharded_param)
             if _is_cast_at_copy(record.sharded_param, shard, dtype):
                 functions = CastShard(shard, dtype)
                 shard.fsdp_pre_all_gather = functions
                 shard.fsdp_post_all_gather = functions.after_gather
                 shards.append(shard)
-        unit.set_custom_reduce_scatter(ScatterCasts(peers and peers.scatter))  # type: ignore[arg-type]  # no public base
+        unit.set_custom_reduce_scatter(ScatterCasts(peers and peers.scatter, memory, records))  # type: ignore[arg-type]  # no public base
         if peers is not None:
             unit.set_custom_all_gather(peers.gather)  # type: ignore[arg-type]  # no public base
 

@@ -97,6 +97,22 @@ class Headed(Changing):
             self.last.weight.mul_(0.7)
 
 
+class Freed(Net):
+    """Records in each forward of a training step whether the last step's gradients are still there."""
+
+    def forward(self, x):
+        if self.training:
+            self.seen = [*getattr(self, "seen", []), self.blocks[2].up.weight.grad is not None]
+            self.log("kept", float(any(self.seen)), on_step=False, on_epoch=True, reduce_fx="max")
+        return super().forward(x)
+
+
+class Looking(Freed):
+    def training_step(self, batch, batch_idx):
+        self.looked = self.blocks[2].up.weight.grad
+        return super().training_step(batch, batch_idx)
+
+
 class Poisoned(Net):
     """Makes one parameter's gradient non-finite on rank 1 in the third batch; rank 0 has the parameter's shard."""
 
@@ -244,6 +260,8 @@ def on_two_ranks(folder):
     found["in half"] = {together: in_half("fsdp", 4, together=together) for together in (True, False)}
     found["changing"] = changing("fsdp", 4)
     found["named"] = named(folder)
+    once_a_batch = {"accumulate_grad_batches": 1, "max_epochs": 1}
+    found["kept"] = {kind.__name__: ended(kind, "FusedAdam", "fsdp", 4, **once_a_batch) for kind in (Freed, Looking)}
     found["blamed"] = blamed()
     found["accumulated"] = accumulated(folder)
     found["told"] = told(1.0), told(1e-9)
@@ -339,6 +357,13 @@ def test_named_layers_train_to_the_bits_that_they_have_in_the_rest(ranks):
     # Backward begins with the head, so a training step does not free it; an evaluation does.
     assert float(found["named"][2]["gathered"]) == 1.0
     assert float(found["named"][2]["val_gathered"]) == 0.0
+
+
+def test_gradients_are_freed_before_the_forward_of_a_step_that_does_not_look_at_them(ranks):
+    freed, looking = ranks[0]["kept"].values()
+    assert float(freed[2]["kept"]) == 0.0
+    assert float(looking[2]["kept"]) == 1.0
+    assert torch.equal(freed[0], looking[0])
 
 
 @pytest.mark.parametrize("whole", [True, False])
