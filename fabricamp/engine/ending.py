@@ -20,6 +20,7 @@ from torch import nn
 
 from fabricamp import launch
 from fabricamp._utils.threads import THREAD_LIMITS
+from fabricamp.engine.out_of_memory import note_of
 from fabricamp.engine.report.run_file import folder_to_record_in, record_early_failure
 from fabricamp.engine.saved.ckpt_path import model_checkpoints
 from fabricamp.errors import CheckpointError, DistributedError, FabricampError, NonFiniteError, advice
@@ -120,6 +121,8 @@ def _close(trainer: Trainer, session: Session) -> None:
 
 def _fail(trainer: Trainer, session: Session, error: BaseException) -> None:
     explain(error, session.module, trainer.precision)
+    if note := note_of(error, session):
+        error.add_note(f"fabricamp: {note}")
     launch.record_failure(error, in_a_run=trainer.world_size > 1)
     earlier = session.watchdog.fail(error)  # the ranks that failed before this one
     if earlier:

@@ -36,6 +36,7 @@ from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions
 from fabricamp.engine.graph.graphs import Graphs
 from fabricamp.engine.graph.refusals import graph_refusal, group_refusal, refused
 from fabricamp.engine.graph.update import ONE_BACKWARD
+from fabricamp.engine.halving import HalvingUpdate
 from fabricamp.engine.logger_setup import join_loggers, kept_of, log_hyperparams
 from fabricamp.engine.loop import FitParts, TrainingLoop
 from fabricamp.engine.manual_update import ClosureUpdate, ManualUpdate
@@ -318,6 +319,9 @@ class Session(RunParts):
                 f"precision {self.precision.name!r} sums the gradients of micro-batches in fp32, and ranks exchange these sums: "
                 f"{refusal}"
             )
+        apart = self.settings.on_out_of_memory == "halve"
+        if self.strategy.exchanges_after_backward is not apart:
+            self.strategy.exchanges_after_backward = apart
         with sharing_weights(self.precision, self.optimizers):
             self.step = self.strategy.wrap_module(
                 self.module,
@@ -453,7 +457,13 @@ class Session(RunParts):
         """
         parts.state.runs_as = ""
         captures = self._captures(parts)
+        halves = self.settings.on_out_of_memory == "halve"
         if not self.module.automatic_optimization:
+            if halves:
+                raise ConfigError(
+                    'on_out_of_memory="halve" with automatic_optimization=False: a training_step that steps itself cannot be run '
+                    "again in parts; leave one of them out"
+                )
             manual = ManualUpdate(parts)
             self.run_context.manual_backward = manual.backward
             self.run_context.manual_clip = manual.clip
@@ -464,10 +474,10 @@ class Session(RunParts):
             together = self._launches_together(parts)
             update = Update(parts, one_backward=ONE_BACKWARD)
             return update, self.graphs.runner(parts, update, together=together)
-        if parts.optimizers and demands_closure(parts.optimizers[0]):
+        if parts.optimizers and demands_closure(parts.optimizers[0]) and not halves:
             update = ClosureUpdate(parts)
         else:
-            update = Update(parts)
+            update = HalvingUpdate(parts) if halves else Update(parts)
         return update, update
 
     def _captures(self, parts: FitParts) -> bool:

@@ -105,6 +105,8 @@ class Update:
         self._parts = parts
         self._state = parts.state
         self.accumulate = settings.accumulate_grad_batches
+        self.divisor: float = self.accumulate
+        """What a loss is divided by before backward; with the part of a micro-batch, more than ``accumulate``."""
         self._steps_at_epoch_end = settings.partial_window == "step"
         # Hooks after a batch then get the loss as a share of the accumulation's, and {} for None.
         self._shows_shares = habits().outputs_are_shares
@@ -173,6 +175,7 @@ class Update:
         self.empty_steps = 0
         if settings.accumulation_schedule is not None:
             self.accumulate = settings.accumulate_grad_batches
+            self.divisor = self.accumulate
             if self.weights is not None:
                 self.weights.accumulate = self.accumulate
         # An accumulation need not begin at a multiple of accumulate: it may be carried over from the last epoch, or a resumed run
@@ -267,8 +270,8 @@ class Update:
             # With the first loss of an accumulation: a micro-batch without one leaves the gradients of the last.
             self._clear_gradients(batch_idx)
         share = loss
-        if self.accumulate > 1:
-            share = loss / self.accumulate
+        if self.divisor != 1:
+            share = loss / self.divisor
             self._batch_complete = False
         for hook in hooks.before_backward:
             hook(share)

@@ -88,6 +88,9 @@ class Strategy(LightningNames, NamesKeywords):
     averages_weights: ClassVar[bool] = True
     """Whether losses may have weights; gradients are then divided by the sum of the weights over the ranks."""
 
+    exchanges_after_backward: bool = False
+    """Whether nothing may be exchanged before all backwards of a step are done; set before :meth:`wrap_module`."""
+
     offload: bool = False
     """Whether the updated parameters are in host memory, on any device."""
 
@@ -240,6 +243,15 @@ class Strategy(LightningNames, NamesKeywords):
         if self.name == "single":
             return ""
         return f"strategy {self.name!r} is not captured; give strategy='delayed_ddp', or 'single' with devices=1"
+
+    def refuses_parts(self) -> str:
+        """Returns why a rank cannot run a micro-batch in parts where the others run it whole, and what to do; empty if it can."""
+        if self.name == "single":
+            return ""
+        return (
+            f"strategy {self.name!r} exchanges values within forward or backward, where the other ranks would wait for one that "
+            "runs them again; give 'ddp', 'delayed_ddp' or 'single'"
+        )
 
     def captured(self) -> AbstractContextManager[Callable[[], None] | None]:
         """Returns a context for the launches of a captured step.

@@ -94,6 +94,16 @@ class DDP(ProcessGroupStrategy):
         self._trainable: dict[str, nn.Parameter] = {}
         self._frozen: dict[str, nn.Parameter] = {}
         self._flats: dict[tuple[int, ...], FlatGradients] = {}
+        self._shared: nn.Module | None = None
+        """The module whose buffers are broadcast after each exchange, where that comes after backward."""
+        self._exchange_of_buffers = Exchange(1, DEFAULT_BUCKET_MB)
+
+    def refuses_parts(self) -> str:
+        """Returns why a rank cannot run a micro-batch in parts: options of torch's wrapper, which exchanges within backward."""
+        given = [name for name in ("static_graph", "gradient_as_bucket_view", "comm_hook") if getattr(self, name)]
+        if not given:
+            return ""
+        return f"DDP({', '.join(given)}) belongs to torch's wrapper, which exchanges within backward; leave it out"
 
     def wrap_module(self, module: nn.Module, step: Step, *, automatic: bool, accumulates: bool = False) -> Step:
         """Returns the callable for training: torch's wrapper, or in manual optimization the step itself."""
@@ -103,11 +113,15 @@ class DDP(ProcessGroupStrategy):
         # A second broadcast: since the first one, optimizers and hooks may have changed weights differently on each rank.
         self.share_module(module)
         self._release()
-        if automatic:
+        if automatic and not self.exchanges_after_backward:
             return self._wrapped(_Forward(module, step))
         if not self.broadcast_buffers or next(module.buffers(), None) is None:
             return step
-        return AfterBroadcast(step, module, Exchange(1, self.bucket_cap_mb or DEFAULT_BUCKET_MB))
+        exchange = Exchange(1, self.bucket_cap_mb or DEFAULT_BUCKET_MB)
+        if self.exchanges_after_backward:
+            self._shared, self._exchange_of_buffers = module, exchange
+            return step
+        return AfterBroadcast(step, module, exchange)
 
     def _check_mode(self, *, automatic: bool, accumulates: bool) -> None:
         if not automatic:
@@ -228,6 +242,12 @@ class DDP(ProcessGroupStrategy):
         if memory.flat is not None and self._wrapper is not None:
             # All forwards of the step ran under no_sync, so torch would never broadcast the module's buffers again.
             self._wrapper.require_forward_param_sync = True
+        gradients = self._exchange(memory)
+        if self._shared is not None:
+            self._exchange_of_buffers.broadcast(list(self._shared.buffers()))
+        return gradients
+
+    def _exchange(self, memory: GradientMemory) -> Gradients:
         if self.world_size == 1:
             return memory.local()
         if memory.flat is not None:
@@ -292,6 +312,7 @@ class DDP(ProcessGroupStrategy):
             del self._wrapper.reducer, self._wrapper.logger, self._wrapper.process_group
         self._forward = None
         self._wrapper = None
+        self._shared = None
         self._trainable = {}
         self._frozen = {}
         self._flats.clear()

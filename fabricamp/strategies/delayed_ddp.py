@@ -215,6 +215,15 @@ class DelayedDDP(ProcessGroupStrategy):
         """Returns an empty string: all exchanges can be captured."""
         return ""
 
+    def refuses_parts(self) -> str:
+        """Returns why a rank cannot run a micro-batch in parts: the overlapped mode sends gradients during backward."""
+        if self.delay_allreduce:
+            return ""
+        return (
+            "DelayedDDP(message_size or allreduce_trigger_params) sends gradients during backward, while one rank may have to run "
+            "it again; leave them out"
+        )
+
     def teardown(self) -> None:
         """Drops buffers and hooks, and destroys the process group if :meth:`setup_environment` made it."""
         self._release()

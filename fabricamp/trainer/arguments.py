@@ -140,6 +140,7 @@ class Settings:
     on_world_change: str = _checked(_one_of("keep_per_rank", "keep_global_batch"))
     clip: Clip | None
     nan_policy: str | None = _checked(_one_of(*NAN_POLICIES, None))
+    on_out_of_memory: str = _checked(_one_of("raise", "halve"))
     deterministic: bool | str = _checked(functools.partial(check_flag, others=("warn",)))
     benchmark: bool | None = _checked(functools.partial(check_flag, others=(None,)))
     detect_anomaly: bool = _checked(check_flag)

@@ -11,6 +11,7 @@ from fabricamp.arguments.private_methods import refuse_private_methods
 from fabricamp.callbacks._verification import take_part
 from fabricamp.cuda_graph import check_cuda_graph
 from fabricamp.engine.ending import end_fit, leave_interrupted, reading_states
+from fabricamp.engine.halving import check_halving
 from fabricamp.engine.report.run_file import recorded, recorded_evaluation
 from fabricamp.engine.runner import Runner
 from fabricamp.engine.saved.ckpt_path import best_of_last_fit
@@ -94,6 +95,8 @@ class Trainer(TrainerProperties):
         profiler: "simple" (times), "advanced" (by function), "pytorch" (a trace of some steps), "memory" (a GPU's), an object.
         nan_policy: what happens when gradients are inf or nan: "skip" the step, "stop" with a checkpoint, "raise"; None: a
             dynamic loss scale skips the step, any other precision does not check.
+        on_out_of_memory: what happens when forward or backward run out of memory: "raise", or "halve", which runs the micro-batch
+            in two parts, or more, with the gradients of the whole.
         logger: True (TensorBoard, below ``default_root_dir``), False, a logger or a list of them.
         callbacks: a callback, or a list of them.
         enable_checkpointing: adds a :class:`ModelCheckpoint` if ``callbacks`` has none.
@@ -163,6 +166,7 @@ class Trainer(TrainerProperties):
         gradient_clip_algorithm: str | None = "norm",
         profiler: Profiler | str | None = None,
         nan_policy: str | None = None,
+        on_out_of_memory: str | None = "raise",
         logger: Logger | list[Logger] | bool | None = True,
         callbacks: Sequence[Callback | str] | Callback | str | None = None,
         enable_checkpointing: bool | None = True,
@@ -200,6 +204,7 @@ class Trainer(TrainerProperties):
         environment, indices, around = self._choose_processes(given, settings.num_nodes, environment)
         check_class(type(self.strategy))
         check_cuda_graph(settings, self.device_type, self.strategy)
+        check_halving(settings, self.strategy)
         if settings.start_method == "auto":
             settings.start_method = self.strategy.start_method or "auto"
         self.precision_plugin = precision_from(given["precision"], settings.nan_policy, self.device_type)

@@ -10,6 +10,7 @@ import torch
 from fabricamp.checkpoint.hyperparameters import setting_refs
 from fabricamp.data import leaves_of
 from fabricamp.data.lengths import known_length
+from fabricamp.engine.out_of_memory import is_out_of_memory
 from fabricamp.engine.session import KINDS, LOADERS
 from fabricamp.errors import ConfigError
 from fabricamp.state import TrainerFn
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from fabricamp.engine.source import GivenData
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
-
-_NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
 
 
 def scale_batch_size(trainer: Trainer, options: BatchSizeFinder, module: TrainingModule, source: GivenData) -> int:
@@ -46,6 +45,7 @@ def scale_batch_size(trainer: Trainer, options: BatchSizeFinder, module: Trainin
 
     try:
         with leaving_no_trace(trainer, module):
+            trainer._runner.settings.on_out_of_memory = "raise"  # the search looks for the error
             search = _Search(fits, lambda: _num_samples(trainer), options)
             size = search.doubled(options.init_val)
             if options.mode == "binsearch":
@@ -111,14 +111,10 @@ class _Guard:
         try:
             run()
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             self.fits = False
         return self.fits
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in _NO_MEMORY)
 
 
 def _num_samples(trainer: Trainer) -> float:

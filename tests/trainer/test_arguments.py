@@ -42,6 +42,7 @@ WRONG = {
     "gradient_clip_algorithm": ["nrom", 2],
     "profiler": ["simpel", 3, True],
     "nan_policy": ["sotp", True, 1],
+    "on_out_of_memory": ["half", True, 1],
     "logger": ["tensorboard", 3, [None]],
     "callbacks": [Callback, 3, "no_such_callback", [None]],
     "enable_checkpointing": ["yes", 2],
