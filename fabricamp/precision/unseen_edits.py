@@ -37,28 +37,30 @@ class UnseenEdits:
         """For each half weight whether it differs, on its device."""
         self._on_host: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
-        """Set on a GPU while a result is on its way to the host."""
+        """Recorded behind each result, on a GPU."""
+        self._is_on_its_way = False
+        """Whether a result is on its way to the host."""
 
     def begin(self, halves: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
         """Begins a comparison, unless the result of another one is on its way."""
-        if self._arrived is not None:
+        if self._is_on_its_way:
             return
-        device = local(halves[0]).device
+        device = halves[0].device
         if self._flags is None or self._flags.device != device or len(self._flags) != len(halves):
             self._flags = torch.zeros(len(halves), dtype=torch.int32, device=device)
             self._on_host = torch.zeros(len(halves), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
             self._elements = sum(local(half).numel() for half in halves)
             self._end = len(halves)
+            self._arrived = torch.cuda.Event() if device.type == "cuda" else None
+        assert self._on_host is not None
         self._choose(halves)
         compared = slice(self._begin, self._end)
         flags = self._flags[compared]
         note_differences(list(map(local, masters[compared])), list(map(local, halves[compared])), flags)
-        assert self._on_host is not None
-        self._on_host.zero_()
         self._on_host[compared].copy_(flags, non_blocking=True)
-        if device.type == "cuda":
-            self._arrived = torch.cuda.Event()
+        if self._arrived is not None:
             self._arrived.record(stream_in_use(device))
+            self._is_on_its_way = True
 
     def _choose(self, halves: Sequence[Tensor]) -> None:
         """Sets the weights for the next comparison: all at first, then a share that follows the last one."""
@@ -78,6 +80,9 @@ class UnseenEdits:
         """Returns the index of the first half weight that differs from its master; None if none does, or it is not known yet."""
         if self._on_host is None or (self._arrived is not None and not self._arrived.query()):
             return None
-        self._arrived = None
+        self._is_on_its_way = False
         flags = self._on_host.tolist()
-        return flags.index(1) if 1 in flags else None
+        if 1 not in flags:
+            return None
+        self._on_host.zero_()  # the next look may compare others
+        return flags.index(1)

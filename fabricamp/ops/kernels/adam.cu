@@ -27,6 +27,17 @@ template <typename G, typename P, typename M1, typename M2, typename C> struct A
     square = multiply_add(beta2, square, new2 * value * value);
   }
 
+  // States that are rounded stochastically have an accuracy of 1e-2.
+  __device__ static __forceinline__ M root_of(M value) {
+    if constexpr (IsDrawn<M2>::value) return fast_root(value);
+    return sqrt(value);
+  }
+
+  __device__ static __forceinline__ M quotient(M a, M b) {
+    if constexpr (IsDrawn<M2>::value) return fast_quotient(a, b);
+    return a / b;
+  }
+
   template <int N> __device__ __forceinline__ void run(int64 i) {
     M g[N], p[N], average[N], square[N];
     load<N>(gradients + i, g);
@@ -36,8 +47,8 @@ template <typename G, typename P, typename M1, typename M2, typename C> struct A
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       average_in(g[j], p[j], average[j], square[j]);
-      M root = multiply_add(sqrt(square[j]), correction2, eps);
-      p[j] = multiply_add(-step_size, average[j] / root, keep * p[j]);
+      M root = multiply_add(root_of(square[j]), correction2, eps);
+      p[j] = multiply_add(-step_size, quotient(average[j], root), keep * p[j]);
     }
     store_parameters<N>(parameters + i, copies + i, p);
     unsigned first[N], second[N];
@@ -55,6 +66,14 @@ template <typename G, typename P, typename M1, typename M2, typename C> struct A
   // A block of averages that are codes.
   const float* values;
   float *average_scales, *square_scales;
+
+  template <int N> __device__ __forceinline__ void prefetch(const Part<N>& part) const {
+    part.prefetch(gradients);
+    part.prefetch(parameters);
+    part.prefetch(copies);
+    part.prefetch(averages);
+    part.prefetch(squares);
+  }
 
   template <int N> __device__ __forceinline__ void block(const Part<N>& part, int number) {
     float g[EACH], p[EACH], average[EACH], square[EACH];
@@ -95,6 +114,7 @@ __device__ __forceinline__ void update(const Table& table, const Chunk& chunk, c
   body.averages = column<M1>(table, chunk, 2);
   body.squares = column<M2>(table, chunk, 3);
   body.copies = column<C>(table, chunk, 4);
+  if constexpr (IsCode<M1>::value) prefetch_first<P>(chunk, body);
   body.draws = draws_of(table, chunk, (float)step);
   body.gradient = gradient_of<M>(state, limit);
   if (s[MAXIMIZE] != 0) body.gradient.multiplier = -body.gradient.multiplier;

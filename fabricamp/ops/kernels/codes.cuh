@@ -9,7 +9,7 @@ template <> struct IsCode<Code> { static const bool value = true; };
 const int CODES = 256;  // elements of a block, and of a table of values
 const int EACH = CODES / 32;  // elements of a thread
 
-// The root and the quotient of what codes hold, in the hardware's accuracy: 1e-6 where a code has 1e-2.
+// The root and the quotient of states in few bits, in the hardware's accuracy: 1e-6 where a code or a bf16 has 1e-2.
 __device__ __forceinline__ float fast_root(float x) {
 #ifdef __CUDACC__
   float root;
@@ -109,6 +109,13 @@ struct Signed {
   }
 };
 
+// Brings what is read later into the L2 cache.
+__device__ __forceinline__ void prefetch(const void* address) {
+#ifdef __CUDACC__
+  asm volatile("prefetch.global.L2 [%0];" : : "l"(address));
+#endif
+}
+
 // A thread's part of a block: EACH elements, in packs of N neighbours, which lie side by side with those of the warp's other threads.
 // With N = 1 they are neighbours, those from `count` on do not exist, and addresses need no alignment.
 template <int N> struct Part {
@@ -118,6 +125,12 @@ template <int N> struct Part {
   // Where pack k begins.
   __device__ __forceinline__ int at(int k) const { return first + k * (N > 1 ? 32 * N : 1); }
   __device__ __forceinline__ bool has(int k) const { return N > 1 || k < count; }
+
+  template <typename T> __device__ __forceinline__ void prefetch(const T* from) const {
+#pragma unroll
+    for (int k = 0; k < EACH / N; ++k) ::prefetch(from + at(k));
+  }
+  __device__ __forceinline__ void prefetch(const None*) const {}
 
   template <typename T> __device__ __forceinline__ void load(const T* from, float (&to)[EACH]) const {
 #pragma unroll
@@ -210,12 +223,30 @@ __device__ __forceinline__ float* scales_of(const Table& table, const Chunk& chu
   return cell<float>(table, chunk, index) + chunk.offset / CODES;
 }
 
-// Runs body.block(part, number) for every block of the chunk, each in a warp, with packs of 16 bytes of parameters.
+// This thread's part of block `number`, with packs of 16 bytes of parameters.
+template <typename P> __device__ __forceinline__ Part<16 / sizeof(P)> part_of(int number) {
+  int lane = threadIdx.x & 31;
+  return Part<16 / sizeof(P)>{number * CODES + lane * (int)(16 / sizeof(P)), EACH};
+}
+
+// The number of blocks that are read in packs.
+__device__ __forceinline__ int whole_blocks(const Chunk& chunk) { return chunk.aligned ? chunk.count / CODES : 0; }
+
+// Prefetches the blocks that the chunk's warps begin with.
+template <typename P, typename Body> __device__ __forceinline__ void prefetch_first(const Chunk& chunk, const Body& body) {
+  int i = threadIdx.x >> 5;
+  if (i < whole_blocks(chunk)) body.prefetch(part_of<P>(i));
+}
+
+// Runs body.block(part, number) for every block of the chunk, each in a warp.  While it works on one, the next one is on its way: a
+// warp has too few registers to load it.
 template <typename P, typename Body> __device__ __forceinline__ void each_block(const Chunk& chunk, Body& body) {
-  const int N = 16 / sizeof(P);
   int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
-  int whole = chunk.aligned ? chunk.count / CODES : 0, i = threadIdx.x >> 5;
-  for (; i < whole; i += warps) body.block(Part<N>{i * CODES + lane * N, EACH}, i);
+  int whole = whole_blocks(chunk), i = threadIdx.x >> 5;
+  for (; i < whole; i += warps) {
+    if (i + warps < whole) body.prefetch(part_of<P>(i + warps));
+    body.block(part_of<P>(i), i);
+  }
   for (; i * CODES < chunk.count; i += warps) {
     int first = i * CODES + lane * EACH;
     body.block(Part<1>{first, chunk.count - first}, i);

@@ -54,6 +54,13 @@ template <typename G, typename P, typename A, typename C> struct Lion {
   const float* values;
   float* scales;
 
+  template <int N> __device__ __forceinline__ void prefetch(const Part<N>& part) const {
+    part.prefetch(gradients);
+    part.prefetch(parameters);
+    part.prefetch(copies);
+    part.prefetch(averages);
+  }
+
   template <int N> __device__ __forceinline__ void block(const Part<N>& part, int number) {
     float g[EACH], p[EACH], average[EACH];
     part.load(gradients, g);
@@ -80,6 +87,7 @@ __device__ __forceinline__ void update(const Table& table, const Chunk& chunk, c
   body.parameters = column<P>(table, chunk, 1);
   body.averages = column<A>(table, chunk, 2);
   body.copies = column<C>(table, chunk, 3);
+  if constexpr (IsCode<A>::value) prefetch_first<P>(chunk, body);
   if constexpr (IsDrawn<A>::value) body.draws = draws_counted_in(table, chunk, 0);
   body.gradient = gradient_of<M>(state, limit);
   body.lr = (M)s[LR];
