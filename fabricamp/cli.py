@@ -536,7 +536,7 @@ def _check_there(ckpt_path: str, command: str) -> None:
 
 def _started() -> bool:
     """Returns whether another process of this command started this one, and prints the messages for both."""
-    from fabricamp.launch.start import STARTED_BY
+    from fabricamp._utils.first_rank import STARTED_BY
 
     return STARTED_BY in os.environ
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fabricamp._utils.first_rank import started_rank
+from fabricamp._utils.first_rank import STARTED_BY, started_rank
 from fabricamp.arguments.checks import check_flag
 from fabricamp.errors import ConfigError
 from fabricamp.habits import habits
@@ -39,12 +39,14 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
     ``PL_SEED_WORKERS`` are set too.
     """
     seed = global_seed() if seed is None else _checked(seed, "seed_everything(seed)")
+    # The script that a Trainer starts again for its ranks has said so already.
+    was_said = os.environ.get(STARTED_BY) == "script" and os.environ.get(_SEED) == str(seed)
     for name in (_SEED, _LIGHTNINGS_SEED):
         os.environ[name] = str(seed)
     for name in (_WORKERS, _LIGHTNINGS_WORKERS):
         os.environ[name] = str(int(workers))
     _seed_all(seed)
-    if verbose and started_rank() == 0:
+    if verbose and started_rank() == 0 and not was_said:
         _LOG.info("Seed set to %d", seed)
     return seed
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import email.message
+import importlib.metadata
 import inspect
 import json
 import os
@@ -17,6 +19,7 @@ import torch
 import fabricamp
 from fabricamp import Trainer
 from fabricamp.cli import EXAMPLES, main
+from fabricamp.commands.pages import topics
 from tests.distributed.forked import start_forked
 from tests.distributed.scripts import finish
 
@@ -435,6 +438,32 @@ def test_a_command_shows_its_own_examples(command, capsys):
     assert "exit codes: 0 done" in out
 
 
+def test_the_pages_of_help_have_words_for_their_links(monkeypatch, capsys):
+    relative = re.compile(r"\]\((?!\w+:)")
+    for topic, page in topics().items():
+        assert main(["help", topic]) == 0
+        shown = capsys.readouterr().out
+        without_code = re.sub(r"^```.*?^```|`[^`\n]+`", "", shown, flags=re.DOTALL | re.MULTILINE)
+        assert relative.findall(without_code) == [], topic
+        named = re.findall(r"`fabricamp help ([\w-]+)`", shown)
+        assert set(named) <= {*topics(), "TOPIC"}, topic
+        # Code is as it was.
+        code = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+        assert code.findall(shown) == code.findall(page.read_text())
+    assert main(["help", "tutorial"]) == 0
+    shown = capsys.readouterr().out
+    assert "From a loop of your own: `fabricamp help loop`." in shown
+    assert "(which one? `fabricamp help precision`)" in shown
+    assert "Complete examples: examples/README.md (in the source)." in shown
+    urls = {"Project-URL": "Source, https://host/owner/fabricamp", "Version": "1.2"}
+    metadata = email.message.Message()
+    for name, value in urls.items():
+        metadata[name] = value
+    monkeypatch.setattr(importlib.metadata, "metadata", lambda name: metadata)
+    assert main(["help", "tutorial"]) == 0
+    assert "examples: https://host/owner/fabricamp/blob/v1.2/examples/README.md." in capsys.readouterr().out
+
+
 def test_help_shows_the_pages_that_messages_name(capsys):
     package = Path(fabricamp.__file__).parent
     named = set()
@@ -446,9 +475,11 @@ def test_help_shows_the_pages_that_messages_name(capsys):
         assert capsys.readouterr().out.startswith("# ")
     assert main(["help"]) == 0
     listed = capsys.readouterr().out
-    assert re.search(r"^slow-data +Slow data$", listed, re.MULTILINE)
-    assert main(["help", "loop"]) == 0
-    assert capsys.readouterr().out == (package.parent / "docs" / "guides" / "loop.md").read_text()
+    headings = [line for line in listed.splitlines()[1:] if line and line[0] != " "]
+    assert headings == ["Start here", "How-to", "In depth", "Guides", "Reference", "Explanation"]
+    assert re.search(r"^Start here\n  tutorial +Tutorial.*\n  questions +What people ask\n\n", listed, re.MULTILINE)
+    assert re.search(r"^  slow-data +Slow data$", listed, re.MULTILINE)
+    assert sorted(re.findall(r"^  (\S+)", listed, re.MULTILINE)) == sorted(topics())
     assert main(["help", "guides/loop.md"]) == 0  # as pages name each other
     assert "From a loop" in capsys.readouterr().out
     assert main(["help", "slow-dat"]) == 2

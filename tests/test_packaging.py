@@ -145,7 +145,13 @@ def test_a_release_has_links_to_its_address_and_its_authors():
     project = tomllib.loads(release.with_metadata((ROOT / "pyproject.toml").read_text(), found))["project"]
     assert project["authors"] == [{"name": "Ann B", "email": "ann@host"}, {"name": "Carl"}]
     assert project["maintainers"] == [{"name": "contact", "email": "safe@host"}]
-    assert project["urls"]["Issues"] == "https://host/project/issues"
+    assert project["urls"] == {
+        "Homepage": "https://host/project",
+        "Documentation": "https://host/project/blob/main/docs/index.md",
+        "Source": "https://host/project",
+        "Changelog": "https://host/project/blob/main/CHANGELOG.md",
+        "Issues": "https://host/project/issues",
+    }
     assert release.variables('[tool.fabricamp.release]\naddress = "https://host"\n') == {"address": "https://host"}
 
 

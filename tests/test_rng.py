@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import random
 
@@ -58,6 +59,16 @@ def test_seeding_repeats_everything_and_is_shared():
     seed_everything(43)
     assert draw() != first
     assert os.environ["FABRICAMP_GLOBAL_SEED"] == "43", "what processes started from here inherit"
+
+
+def test_ranks_that_run_the_script_again_do_not_repeat_its_line(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "fabricamp")
+    seed_everything(5)
+    monkeypatch.setenv("FABRICAMP_STARTED_BY", "script")
+    seed_everything(5)
+    assert caplog.messages == ["Seed set to 5"]
+    seed_everything(6)
+    assert caplog.messages == ["Seed set to 5", "Seed set to 6"]
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, "many", None])

@@ -52,6 +52,8 @@ def with_metadata(pyproject: str, found: dict[str, str | list[str]]) -> str:
     urls = [
         "[project.urls]",
         f'Homepage = "{address}"',
+        f'Documentation = "{address}/blob/main/docs/index.md"',
+        f'Source = "{address}"',
         f'Changelog = "{address}/blob/main/CHANGELOG.md"',
         f'Issues = "{address}/issues"',
     ]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from typing import Final
 
 from lightning_utilities.core.rank_zero import rank_zero_only
+
+STARTED_BY: Final = "FABRICAMP_STARTED_BY"
+"""Variable with the start method, set in workers that fabricamp started itself."""
 
 
 def started_rank() -> int:

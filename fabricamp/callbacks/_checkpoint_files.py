@@ -51,7 +51,7 @@ class FileNameTemplate:
         except ValueError as error:
             raise ConfigError(
                 f"filename={template!r} is not a template ({error}); write it like '{{epoch}}-{{val_loss:.2f}}'"
-            ) from error
+            ) from None
         for _, name, spec in self._pieces:
             if name is not None:
                 self._check(name, spec)
@@ -82,7 +82,7 @@ class FileNameTemplate:
         except ValueError as error:
             raise ConfigError(
                 f"filename={self._template!r} cannot show {name!r} as {spec!r} ({error}); use a format like '.2f'"
-            ) from error
+            ) from None
 
 
 template_of: Final = functools.lru_cache(FileNameTemplate)

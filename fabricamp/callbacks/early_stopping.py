@@ -159,20 +159,19 @@ class EarlyStopping(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Stops a resumed run that this callback had ended, unless the arguments allow more now; forgets an earlier ``fit``."""
-        reason = self.stopping_reason
-        message = self.stopping_reason_message
+        if trainer.ckpt_path is not None and self.still_ends():
+            trainer.stop(self.stopping_reason_message or str(self.stopping_reason.value))
+            return
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message = None
-        if reason is EarlyStoppingReason.NOT_STOPPED or trainer.ckpt_path is None or self.last_score is None:
-            return
-        if reason is EarlyStoppingReason.PATIENCE_EXHAUSTED:
-            still_ends = self.wait_count >= self.patience
-        else:
-            still_ends = self._judge_at_once(self.last_score)[0] is not EarlyStoppingReason.NOT_STOPPED
-        if still_ends:
-            self.stopping_reason = reason
-            self.stopping_reason_message = message
-            trainer.stop(message or reason.value)
+
+    def still_ends(self) -> bool:
+        """Returns whether this callback has ended the run that its state is of, and its arguments allow no more now."""
+        if self.stopping_reason is EarlyStoppingReason.NOT_STOPPED or self.last_score is None:
+            return False
+        if self.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED:
+            return self.wait_count >= self.patience
+        return self._judge_at_once(self.last_score)[0] is not EarlyStoppingReason.NOT_STOPPED
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Checks, unless this callback checks at the end of the train epoch."""

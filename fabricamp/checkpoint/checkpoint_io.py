@@ -306,12 +306,12 @@ def load_by(
     except CheckpointError:
         raise
     except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"{type(io).__name__} found no checkpoint {path}: {error}", path) from error
+        raise CheckpointNotFoundError(f"{type(io).__name__} found no checkpoint {path}: {error}", path) from None
     except pickle.UnpicklingError as error:
         # torch names the class that it does not allow; without a name the file is damaged.
         if weights_only is not False and "GLOBAL" in str(error):
             words = str(error).partition("GLOBAL ")[2].partition(" was not")[0]
-            raise refusal(path, [f"{words}, says {type(io).__name__}"]) from error
+            raise refusal(path, [f"{words}, says {type(io).__name__}"]) from None
         raise CheckpointError(f"{type(io).__name__} cannot load {path}: {error}") from error
     except Exception as error:  # code of the program
         raise CheckpointError(f"{type(io).__name__} cannot load {path}: {type(error).__name__}: {error}") from error
@@ -321,7 +321,7 @@ def load_by(
             "save_checkpoint got, with its 'state_dict'"
         )
     content = {key: value for key, value in state.items() if key != CHECKSUM}
-    return upgraded(translated(content), path)
+    return upgraded(translated(content, path), path)
 
 
 def _described(value: object) -> str:

@@ -445,13 +445,13 @@ def _with_path_in_errors(path: str, action: Callable[[], object]) -> None:
     try:
         action()
     except CheckpointError as error:
-        raise CheckpointError(f"checkpoint {path}: {error}; use another one") from error
+        raise CheckpointError(f"checkpoint {path}: {error}; use another one") from None
     except OSError as error:
-        raise CheckpointError(f"checkpoint {path}: {error.strerror or error}") from error
-    except Exception as error:  # damaged bytes can raise anything, and no rank may end alone
+        raise CheckpointError(f"checkpoint {path}: {error.strerror or error}") from None
+    except Exception as error:  # noqa: BLE001 - damaged bytes can raise anything, and no rank may end alone
         raise CheckpointError(
             f"checkpoint {path} is damaged ({type(error).__name__}: {error!s:.300}); use another one"
-        ) from error
+        ) from None
 
 
 @contextlib.contextmanager
@@ -462,4 +462,4 @@ def _explained_errors(target: Path) -> Iterator[None]:
         raise CheckpointError(
             f"cannot write checkpoint {target}: {error.strerror or error}; an earlier one there is unchanged. Free space or "
             "choose another folder (ModelCheckpoint(dirpath=...))"
-        ) from error
+        ) from None

@@ -23,7 +23,7 @@ _LAYOUT = "2.6.0"
 _APEX = frozenset({"model", "optimizer", "amp"})
 
 
-def translated(state: StateDict) -> StateDict:
+def translated(state: StateDict, path: str) -> StateDict:
     """Returns ``state`` with fabricamp's keys if Lightning or apex wrote it, else ``state`` itself.
 
     Raises :class:`CheckpointError` if it has their keys, but not their layout.
@@ -35,9 +35,9 @@ def translated(state: StateDict) -> StateDict:
             return _from_apex(state)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"a checkpoint with the keys {', '.join(map(repr, state)):.300} does not have its library's layout "
+            f"{path}, with the keys {', '.join(map(repr, state)):.300}, does not have its library's layout "
             f"({type(error).__name__}: {error}); use an older one"
-        ) from error
+        ) from None
     return state
 
 

@@ -78,7 +78,7 @@ def upgraded(state: StateDict, path: str) -> StateDict:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} does not have the layout of format {written} ({type(error).__name__}: {error!s:.300}); use an older one"
-        ) from error
+        ) from None
     state["format"] = FORMAT
     return state
 

@@ -94,7 +94,7 @@ def _build_as_configured(
     except argparse.ArgumentError as error:
         raise CheckpointError(
             f"{owner.__name__} cannot be built from {path}: {error}; pass what differs as keyword arguments"
-        ) from error
+        ) from None
 
 
 def _from_yaml(file: Any) -> Any:
@@ -111,7 +111,7 @@ def _from_yaml(file: Any) -> Any:
     except (OSError, yaml.YAMLError) as error:
         raise CheckpointError(
             f"hparams_file={str(file)!r} cannot be read ({' '.join(str(error).split()):.300}); give a YAML file of plain values"
-        ) from error
+        ) from None
 
 
 def arguments_for(
@@ -144,7 +144,7 @@ def arguments_for(
     try:
         values, missing = rebuilt(needed, notes, named_types(owner, types), imports=imports)
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(f"{path}: {error}") from None
     if missing:
         calls = ", ".join(f"{key}=..." for key in missing)
         raise CheckpointError(

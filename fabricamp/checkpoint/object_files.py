@@ -71,8 +71,8 @@ def load_closed(source: str | IO[bytes] | Archive, map_location: object, *, mapp
             state = load_zipfile(reader, map_location, closed_pickle, overall_storage=memory, encoding="utf-8")
     except OSError:
         raise
-    except Exception as error:  # the pickle may hold anything
-        raise zipfile.BadZipFile(f"its plain values cannot be read: {type(error).__name__}") from error
+    except Exception as error:  # noqa: BLE001 - the pickle may hold anything
+        raise zipfile.BadZipFile(f"its plain values cannot be read: {type(error).__name__}") from None
     return cast("StateDict", state)
 
 

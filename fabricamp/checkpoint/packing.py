@@ -193,7 +193,7 @@ def _put_back(state: object, path: str, *, weights_only: bool) -> None:
     try:
         places = _places(state)
     except CheckpointError as error:
-        raise CheckpointError(f"{path} is damaged: {error}; use an older one from the same folder") from error
+        raise CheckpointError(f"{path} is damaged: {error}; use an older one from the same folder") from None
     by_pack: dict[int, list[Any]] = {}
     for _, container, key in places:
         pickled = container[key].objects
@@ -226,10 +226,10 @@ def _loaded(pickled: PickledObjects, path: str, state: object, *, weights_only: 
     try:
         return pickled.load(weights_only=weights_only)
     except CheckpointError as error:
-        raise CheckpointError(f"{path} is damaged: {error}; use an older one from the same folder") from error
+        raise CheckpointError(f"{path} is damaged: {error}; use an older one from the same folder") from None
     except pickle.UnpicklingError as error:
         if weights_only:
-            raise refusal(path, described_objects(state)) from error
+            raise refusal(path, described_objects(state)) from None
         raise _not_here(path, state, error) from error
     except Exception as error:  # code of user classes, which may have changed since the save
         raise _not_here(path, state, error) from error

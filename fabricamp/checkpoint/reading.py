@@ -142,10 +142,10 @@ def _os_errors(path: str) -> Iterator[None]:
         yield
     except CheckpointError:  # some are OSErrors too
         raise
-    except FileNotFoundError as error:  # removed since the check
-        raise CheckpointNotFoundError(_not_there(path), path) from error
+    except FileNotFoundError:  # removed since the check
+        raise CheckpointNotFoundError(_not_there(path), path) from None
     except OSError as error:
-        raise CheckpointError(f"cannot read checkpoint {path}: {storage.reason(error)}") from error
+        raise CheckpointError(f"cannot read checkpoint {path}: {storage.reason(error)}") from None
 
 
 @contextlib.contextmanager
@@ -155,9 +155,10 @@ def _damage(path: str, source: IO[bytes] | Archive, *, weights_only: bool | None
         yield
     except (OSError, CheckpointError):
         raise
-    except Exception as error:  # a damaged pickle can raise anything
+    except Exception as error:  # noqa: BLE001 - a damaged pickle can raise anything
         file = source.without_tensors() if isinstance(source, Archive) else source
-        raise _unreadable(path, file, error, weights_only=weights_only) from error
+        # The message has the reason; code of the program's classes, which only weights_only=False runs, keeps its traceback.
+        raise _unreadable(path, file, error, weights_only=weights_only) from (error if weights_only is False else None)
 
 
 def name_of_source(source: _Path | IO[bytes]) -> str:
@@ -223,14 +224,14 @@ def _finished(
             state.pop(CHECKSUM, None)
         _check_unchanged(state, path, sealed=sealed)
         try:
-            state = upgraded(translated(state), path)
+            state = upgraded(translated(state, path), path)
         except CheckpointError:
             raise
-        except Exception as error:  # a file without a checksum may have any layout
+        except Exception as error:  # noqa: BLE001 - a file without a checksum may have any layout
             raise CheckpointError(
                 f"{path} is damaged or not a checkpoint ({type(error).__name__}: {error!s:.300}); use an older one from the same "
                 "folder"
-            ) from error
+            ) from None
     if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict | ObjectRef):
         held = f"a {type(state).__name__}"
         if isinstance(state, dict):
@@ -281,7 +282,7 @@ def _check_unchanged(state: StateDict, path: str, *, sealed: bool) -> None:
     try:
         digest = structure(state)
     except CheckpointError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
+        raise CheckpointError(f"{path} is damaged: {error}") from None
     expected = SEALED + digest if sealed else digest
     if written != expected:
         raise CheckpointError(
@@ -298,14 +299,14 @@ def _refuse_no_file(path: str) -> None:
         return
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116 - beside lstat
-    except FileNotFoundError as error:
+    except FileNotFoundError:
         if os.path.lexists(path):
             why = f"{path} is a link to {os.readlink(path)}, which is not there"  # noqa: PTH115 - the same
         else:
             why = _not_there(path)
-        raise CheckpointNotFoundError(why, path) from error
+        raise CheckpointNotFoundError(why, path) from None
     except OSError as error:
-        raise CheckpointError(f"cannot read checkpoint {path}: {storage.reason(error)}") from error
+        raise CheckpointError(f"cannot read checkpoint {path}: {storage.reason(error)}") from None
     if stat.S_ISDIR(mode):
         raise CheckpointError(
             f"{path} is a folder without {storage.STATE}; give a folder with this file, or a file named like 'epoch=3.ckpt'"

@@ -174,7 +174,7 @@ def restore_weights(module: TrainingModule, checkpoint: StateDict, path: str, *,
             f"{path} does not fit the model of this {type(module).__name__}: {details or error}; give a checkpoint of this class, "
             f"or load {fitting} with load_state_dict(..., strict=False); a new run leaves ckpt_path out, or has a "
             "default_root_dir of its own, in which 'auto' and 'last' find no other model's files"
-        ) from error
+        ) from (None if details else error)  # torch's own words say the same again
 
 
 def _first_five(names: list[str]) -> str:

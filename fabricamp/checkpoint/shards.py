@@ -168,8 +168,8 @@ def _checked_part(part: io.BytesIO, file: Path) -> bytes:
         with zipfile.ZipFile(part) as archive:
             damaged = archive.testzip()
             members = [(member.filename, member.file_size, member.CRC) for member in archive.infolist()]
-    except Exception as error:  # a flipped bit may ask for a password, another compression, or a name that is no text
-        raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {error!s:.200})") from error
+    except Exception as error:  # noqa: BLE001 - a flipped bit may ask for a password, another compression, or a name that is no text
+        raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {error!s:.200})") from None
     if damaged is not None:
         raise CheckpointError(f"{file} is damaged: the checksum of {damaged} is wrong")
     return repr(members).encode()
@@ -238,8 +238,8 @@ def _reduced_errors(action: Callable[[], object], what: str) -> None:
     except CheckpointException as error:
         failures = cast("Mapping[int, Any]", error.failures)
         rank, (cause, _) = next(iter(failures.items()))
-        raise CheckpointError(f"its tensors {what} (rank {rank}: {cause})") from cause
+        raise CheckpointError(f"its tensors {what} (rank {rank}: {cause})") from None
     except CheckpointError:
         raise
-    except Exception as error:
-        raise CheckpointError(f"its tensors {what} ({type(error).__name__}: {error!s:.300})") from error
+    except Exception as error:  # noqa: BLE001 - as torch's reader
+        raise CheckpointError(f"its tensors {what} ({type(error).__name__}: {error!s:.300})") from None

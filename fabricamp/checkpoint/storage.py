@@ -121,7 +121,7 @@ def filesystem_of(url: str) -> tuple[FileSystem, str]:
     except (ImportError, ValueError) as error:
         raise ConfigError(
             f"{url} cannot be opened: {error}; install the package, or give a path on this machine"
-        ) from error
+        ) from None
     return filesystem, remote_path
 
 

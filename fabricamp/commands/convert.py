@@ -71,6 +71,10 @@ def convert(path: Path, module: str | None = None, data: str | None = None) -> s
 
 def _read(path: Path) -> dict[str, Any]:
     """Returns the file's content, of the one subcommand that it is for."""
+    if not path.is_file():
+        raise ConfigError(
+            f"{str(path)!r} is {'a folder' if path.is_dir() else 'not there'}; give a file that LightningCLI reads with --config"
+        )
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 
 class Flush(Entry):
-    """Takes logged values that have arrived, and starts a flush every ``log_every_n_steps`` steps."""
+    """Takes logged values that have arrived, and starts a flush every ``log_every_n_steps`` steps.
+
+    Values that the host has anyway are looked at earlier, after 1, 2, 4, 8, ... steps: a loss that is nan from the first step on is
+    told.
+    """
 
     within_launch = True
 
@@ -34,11 +38,15 @@ class Flush(Entry):
         self._settings = parts.settings
         self._metrics = parts.metrics
         self._update = update
+        self._look = 0
+        """The step of the next look, and below the steps between it and the one after."""
+        self._between = 1
 
     def next(self) -> Position:
-        """Returns the step of the next flush, or the one at which an earlier flush is old enough to be read."""
+        """Returns the step of the next flush or look, or the one at which an earlier flush is old enough to be read."""
         step = self._state.global_step
-        return Position(steps=min(self._metrics.due, step + _to_multiple(step, self._settings.log_every_n_steps)))
+        flush = step + _to_multiple(step, self._settings.log_every_n_steps)
+        return Position(steps=min(self._metrics.due, flush, max(self._look, step + 1)))
 
     def act(self, *, last: bool) -> PassEnd | None:
         """Works after each step, not within an accumulation."""
@@ -50,6 +58,10 @@ class Flush(Entry):
         """Takes values that have arrived, and starts a flush if this step is one of its steps."""
         step = self._state.global_step
         every = self._settings.log_every_n_steps
+        if step >= self._look:
+            self._metrics.look_at_numbers(step)
+            self._look = step + self._between
+            self._between *= 2
         self._metrics.poll(step)
         if every and step % every == 0:
             self._metrics.flush(step)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from fabricamp._utils.without_compiler import let_optimizers_work
 from fabricamp.callbacks.checkpoint import Checkpoint
+from fabricamp.callbacks.early_stopping import EarlyStopping
 from fabricamp.checkpoint import read_together, write_together
 from fabricamp.checkpoint.checkpoint_io import end_plugin, writes_own_files
 from fabricamp.checkpoint.compiled_names import with_names_of
@@ -146,6 +147,8 @@ class Session(RunParts):
         self.data = DataSource(source, module, strategy, self.precision, self.settings, state)
         self.run_summary = RunSummary(self)
         self.early_record: EarlyRecord | None = None  # in fit, from open on
+        self.is_over = False
+        """Whether this fit has nothing left to train: an earlier one, perhaps that of the checkpoint, has ended for good."""
 
     @cached_property
     def record(self) -> Record:
@@ -185,8 +188,10 @@ class Session(RunParts):
                 self.checkpoint = read_together(ckpt_path, self.strategy, weights_only=weights_only)
         with self.time_spent.part("model and optimizers"):
             self._build(ckpt_path)
+        self.is_over = fits and self._nothing_is_left()
         kept = kept_of(self.module, self.source.datamodule)
-        log_hyperparams(kept, self.delivery, shows=self.settings.enable_autolog_hparams and bool(self.trainer.loggers))
+        shows = self.settings.enable_autolog_hparams and bool(self.trainer.loggers)
+        log_hyperparams(kept, self.delivery, shows=shows and not self.is_over)
         if fits:
             self.delivery.begin(self.module)
 
@@ -331,6 +336,17 @@ class Session(RunParts):
             )
 
     # -- fit ---------------------------------------------------------------------------------------------------------------------
+
+    def _nothing_is_left(self) -> bool:
+        state = self.state
+        settings = self.settings
+        if not state.batches_done:
+            return False
+        if 0 <= settings.max_steps <= state.global_step or 0 <= settings.max_epochs <= state.epoch:
+            return True
+        stops = [one for one in self.trainer.callbacks if isinstance(one, EarlyStopping)]
+        ended = self.checkpoint is not None and any(one.still_ends() for one in stops)
+        return ended and state.global_step >= settings.min_steps and state.epoch >= settings.min_epochs
 
     def fit_loop(self) -> TrainingLoop:
         """Does the work before the first batch (``on_fit_start``, sanity check, loaders, resume point); returns the loop."""
@@ -742,4 +758,4 @@ class Session(RunParts):
         else:
             # The other ranks may be anywhere, and leaving the group would wait for them.
             leave_at_exit(self.strategy)
-        self.delivery.close(failed=failed)
+        self.delivery.close(failed=failed, unused=failed or self.is_over)

@@ -12,8 +12,9 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fabricamp._utils.first_rank import STARTED_BY
 from fabricamp.launch.on_first import FOLDER
-from fabricamp.launch.start import STARTED_BY, STARTER
+from fabricamp.launch.start import STARTER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

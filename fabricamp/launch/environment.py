@@ -11,10 +11,11 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 
+from fabricamp._utils.first_rank import STARTED_BY
 from fabricamp.errors import ConfigError
 from fabricamp.launch.failures import report_uncaught
 from fabricamp.launch.on_first import note_end_at_exit
-from fabricamp.launch.start import STARTED_BY, end_with_starter
+from fabricamp.launch.start import end_with_starter
 from fabricamp.strategies.base import Environment
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")

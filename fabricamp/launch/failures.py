@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabricamp import errors
+from fabricamp._utils.first_rank import STARTED_BY
 from fabricamp.errors import DistributedError, FabricampError
-from fabricamp.launch.start import STARTED_BY
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

@@ -16,11 +16,9 @@ from typing import Literal
 
 import torch
 
+from fabricamp._utils.first_rank import STARTED_BY
 from fabricamp.arguments.checks import check_choice
 from fabricamp.errors import ConfigError
-
-STARTED_BY = "FABRICAMP_STARTED_BY"
-"""Variable with the start method, set in workers that fabricamp started itself."""
 
 STARTER = "FABRICAMP_STARTER"
 """Variable with the process id of the starter."""

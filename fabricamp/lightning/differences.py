@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader
 
+from fabricamp.callbacks.base import matched_states
 from fabricamp.callbacks.finetuning import BaseFinetuning
 from fabricamp.callbacks.learning_rate_monitor import LearningRateMonitor
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from fabricamp._utils.types import Loader
+    from fabricamp._utils.types import Loader, StateDict
     from fabricamp.callbacks.base import Callback
     from fabricamp.engine.run_parts import RunParts
     from fabricamp.engine.session import Session
@@ -42,7 +43,7 @@ def say_differences(session: Session) -> None:
     callbacks = session.trainer.callbacks
     lines = [*_of_processes(session.fn, session.strategy.world_size)]
     if session.fn is not TrainerFn.FITTING and session.checkpoint is not None:
-        lines += _of_loaded_evaluation(callbacks)
+        lines += _of_loaded_evaluation(callbacks, session.checkpoint)
     if session.fn is TrainerFn.FITTING:
         lines += [*_of_optimization(session, session.trainer.precision, resumed=session.resumed)]
         lines += [*_of_data(session.data.train_loader)]
@@ -63,8 +64,10 @@ def _of_processes(fn: TrainerFn, world_size: int) -> Iterator[str]:
         yield "predict returns the predictions of all ranks, in the order of the samples; Lightning returns a rank's own"
 
 
-def _of_loaded_evaluation(callbacks: Sequence[Callback]) -> Iterator[str]:
-    if any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
+def _of_loaded_evaluation(callbacks: Sequence[Callback], checkpoint: StateDict) -> Iterator[str]:
+    states = matched_states(callbacks, checkpoint.get("callbacks", {}))
+    saves = [(one, state) for one, state in states if isinstance(one, ModelCheckpoint)]
+    if any(state.get("best_model_path") != one.best_model_path for one, state in saves):
         yield "ModelCheckpoint keeps the paths and scores of this training; Lightning takes those in the checkpoint that is loaded"
 
 

@@ -119,8 +119,8 @@ class LoggerCollection:
             self._waited_for.discard(number)
             raise
 
-    def close(self, *, failed: bool) -> None:
-        """Closes every logger and reports lost values; if the run failed before it began, loggers release its folder."""
+    def close(self, *, failed: bool, unused: bool = False) -> None:
+        """Closes every logger and reports lost values; loggers release folders that are ``unused``: empty, if they are."""
         for logger in self._loggers:
             with logger.trouble.guard():
                 logger.save()
@@ -128,7 +128,7 @@ class LoggerCollection:
                 logger.finalize("failed" if failed else "success")
             with logger.trouble.guard():
                 logger.close()
-            if failed:
+            if unused:
                 with logger.trouble.guard():
                     logger.give_back()
             logger.trouble.sum_up()

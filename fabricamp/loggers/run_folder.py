@@ -112,7 +112,7 @@ class RunFolderLogger(Logger, Generic[Content, Position]):
                 raise ConfigError(
                     f"{type(self).__name__} cannot make a folder for this run in {self._root}: {error.strerror or error}; give "
                     "another folder (save_dir, or the Trainer's default_root_dir), or logger=False"
-                ) from error
+                ) from None
         return self._version
 
     @version.setter
@@ -144,7 +144,7 @@ class RunFolderLogger(Logger, Generic[Content, Position]):
         return f"version_{version}" if isinstance(version, int) else version
 
     def give_back(self) -> None:
-        """Releases the number, if the run failed before it began and nothing was written."""
+        """Releases the number, if nothing was written: the run failed before it began, or had nothing left to train."""
         if not self._claimed:
             return
         try:

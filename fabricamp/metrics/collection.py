@@ -166,6 +166,14 @@ class Metrics(Recording):
         if self.watch is not None and self._strategy.rank == 0:
             self.watch(published.plain_key, value, step, training)
 
+    def look_at_numbers(self, step: int) -> None:
+        """Lets :attr:`watch` see training's values that are numbers on the host already, as on the CPU."""
+        for cell in self.table(MetricTable.TRAINING).cells.values():
+            # Without numbers, that of a minimum or a maximum is inf.
+            sums = not cell.per_step and cell.weight and cell.published.mode in ("mean", "sum")
+            if sums or (cell.per_step and cell.weight < 0):
+                self._look_at(cell.published, cell.number, step)
+
     def take_new(self, key: str, schedule: int) -> Any:
         """Returns the value of :meth:`monitored`; None if there is none, or if ``schedule`` has taken it before.
 

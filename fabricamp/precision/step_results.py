@@ -228,28 +228,30 @@ class StepResults:
 
 
 class LossWatch:
-    """Warns once per loss if a logged value that the host has read is not finite.
+    """Warns once if a logged value of training that the host has read is not finite, and once for validations.
 
-    A logged value counts as a loss if its name contains "loss".  If gradients are ``checked``, an overflow in training is told by
+    A logged value counts as a loss if its name contains "loss".  Once training's was told, the validations' that follow from it are
+    not.  If gradients are ``checked``, an overflow in training is told by
     the :class:`StepResults`, and only losses of validations are looked at here.
     """
 
     def __init__(self, *, checked: bool) -> None:
         self._checked = checked
-        self._warned: set[str] = set()
+        self._told_of: set[bool] = set()
+        """Of training (True), of validations (False)."""
 
     @property
     def told(self) -> bool:
         """Whether a loss that is not finite was told."""
-        return bool(self._warned)
+        return bool(self._told_of)
 
     def __call__(self, name: str, value: float, step: int, training: bool) -> None:
         """Checks a value of ``training``, or of a validation, that was read when ``step`` steps were done."""
-        if math.isfinite(value) or "loss" not in name.lower() or name in self._warned:
+        if math.isfinite(value) or "loss" not in name.lower() or not self._told_of.isdisjoint((training, True)):
             return
         if training and self._checked:
             return
-        self._warned.add(name)
+        self._told_of.add(training)
         if self._checked:
             logger.warning(
                 "%s is %g at step %d, and training continues: steps with such gradients are skipped, or end the run; look at "

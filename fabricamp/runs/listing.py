@@ -49,7 +49,8 @@ class Summary(NamedTuple):
     """One run; ``status`` is finished, interrupted, failed, running, killed or unknown.
 
     ``started`` is the start of the first fit in the folder; the other values are of the newest fit, which may have resumed it.
-    ``others`` are the folders of the run's other loggers.  ``of`` is the folder of the run that an evaluation belongs to.
+    ``others`` are the folders of the run's other loggers.  ``of`` is the folder of the run that an evaluation belongs to, and
+    ``resumes`` that of the run which this one goes on with.
     """
 
     folder: Path
@@ -60,6 +61,7 @@ class Summary(NamedTuple):
     status: str
     reason: str
     of: Path | None = None
+    resumes: Path | None = None
 
 
 def summarise(folder: Path) -> Summary:
@@ -82,7 +84,11 @@ def summarise(folder: Path) -> Summary:
         best = best or logged_best
     fits = chain((content,), map(read_run_file, folder.glob("run-*.json")))
     starts = [start for fit in fits if (start := _text(fit, "started"))] or [_first_written(folder)]
-    return Summary(folder, _others(folder, content), min(starts, key=_moment), steps, best, status, reason)
+    earlier = _text(content, "resumes")
+    resumes = _resolved(folder, earlier) if earlier else None
+    return Summary(
+        folder, _others(folder, content), min(starts, key=_moment), steps, best, status, reason, None, resumes
+    )
 
 
 def evaluations(folder: Path) -> Iterator[Summary]:
@@ -110,7 +116,8 @@ def show(folder: str | Path) -> None:
         raise ConfigError(
             f"{str(folder)!r} {'holds no run' if root.is_dir() else 'is not a folder'}; give the folder of runs"
         )
-    rows = [_row(run, root) for run in runs]
+    names = {run.folder.resolve(): str(run.folder) for run in runs}
+    rows = [_row(run, names) for run in runs]
     # `watch` shows what comes through its pipe on a terminal, whose width it sets as COLUMNS.
     is_watched = "COLUMNS" in os.environ and not _is_file(sys.stdout)
     if not is_terminal(sys.stdout) and not is_watched:
@@ -173,15 +180,18 @@ def _listed(folders: Sequence[Path]) -> list[Summary]:
     return listed
 
 
-def _row(run: Summary, root: Path) -> dict[str, str]:
-    name = str(run.folder.relative_to(root)) if run.folder != root else str(run.folder)
+def _row(run: Summary, names: Mapping[Path, str]) -> dict[str, str]:
+    """Returns the cells of a run; its name is its path from the current folder, as ``fabricamp plot`` takes it."""
+    ending = _ending(run)
+    if run.resumes is not None:
+        ending = f"resumes {names.get(run.resumes, run.resumes)}: {ending}"
     indent = "" if run.of is None else "  "
     return {
-        "run": indent + printable(name),
+        "run": indent + printable(str(run.folder)),
         "started": printable(run.started[:_TIME].replace("T", " ")),
         "steps": "" if run.steps is None else str(run.steps),
         "best": "\n".join(f"{printable(metric)} {value:.4g}" for metric, value in run.best.items()),
-        "how it ended": printable(_ending(run)),
+        "how it ended": printable(ending),
     }
 
 

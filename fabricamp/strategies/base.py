@@ -344,7 +344,10 @@ class Strategy(LightningNames, NamesKeywords):
         gathered = [problem] if self.world_size == 1 else self.all_gather_object(problem and portable(problem))
         problems = [error for error in gathered if error is not None]
         if problems:
-            raise reworded(problems[0], "; ".join(dict.fromkeys(map(str, problems)))) from problem
+            cause = (
+                None if problem is None else problem.__cause__
+            )  # not the problem itself, whose message would be shown twice
+            raise reworded(problems[0], "; ".join(dict.fromkeys(map(str, problems)))) from cause
 
 
 def portable(error: FabricampError) -> FabricampError:

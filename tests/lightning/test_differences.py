@@ -266,11 +266,13 @@ def test_a_stop_that_waits(for_lightning, caplog):
 
 
 def test_a_test_of_a_checkpoint(for_lightning, caplog, tmp_path):
-    callback = ModelCheckpoint(tmp_path)
-    trainer = fit(enable_checkpointing=True, callbacks=[callback])
+    callback = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    trainer = fit(enable_checkpointing=True, callbacks=[callback], max_epochs=2)
     trainer.test(Classifier(), loader(4))
-    assert "ModelCheckpoint keeps the paths and scores of this training" not in caplog.text
     trainer.test(Classifier(), loader(4), ckpt_path=callback.best_model_path)
+    # The paths in that file are those of this training.
+    assert "ModelCheckpoint keeps the paths and scores of this training" not in caplog.text
+    trainer.test(Classifier(), loader(4), ckpt_path=tmp_path / "epoch=0.ckpt")
     assert "ModelCheckpoint keeps the paths and scores of this training" in caplog.text
 
 

@@ -277,6 +277,19 @@ def test_counts_above_what_fp32_holds_are_exact_wherever_they_are_shown(run, mod
     assert shown(run) == [expected] * 4
 
 
+def test_a_look_at_numbers_sees_what_the_host_has_and_reads_no_tensor(run):
+    seen = []
+    run.metrics.watch = lambda name, value, step, training: seen.append((name, value, step, training))
+    run.log("a", torch.tensor(1.0), on_epoch=True)
+    run.log("least", 2.0, on_step=False, on_epoch=True, reduce_fx="min")
+    run.metrics.reads_cpu_tensors = False  # as of a GPU
+    for mode in ("min", "max"):
+        run.log(f"{mode}_loss", torch.tensor(3.0), on_step=False, on_epoch=True, reduce_fx=mode)
+    run.log("b", torch.tensor(1.0))
+    run.metrics.look_at_numbers(5)
+    assert seen == [("a", 1.0, 5, True), ("a", 4.0, 5, True)]  # of the step, and the sum over its samples
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_steps_count_is_exact_within_the_step_and_after_it(run, kind, on_device):

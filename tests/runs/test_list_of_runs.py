@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fabricamp.callbacks import ModelCheckpoint
+from fabricamp import Callback
+from fabricamp.callbacks import EarlyStopping, ModelCheckpoint
 from fabricamp.cli import main
 from fabricamp.loggers import CSVLogger, JSONLinesLogger
 from fabricamp.runs.reading import find_runs
@@ -35,10 +36,10 @@ def test_runs_with_their_best_values_and_how_they_ended(capsys, monkeypatch):
         if "│" in line
     ]
     ended = "unknown: no run.json: another trainer's"
-    assert rows[2][0::2] == ["of_another_trainer", "10", ended]
+    assert rows[2][0::2] == ["runs/of_another_trainer", "10", ended]
     # Nobody has monitored it: the lowest is no checkpoint's.
     assert rows[2][3] == "min val_loss 0.25"
-    assert [row[0] for row in rows[:2]] == ["small/version_0", "small/version_1"]
+    assert [row[0] for row in rows[:2]] == ["runs/small/version_0", "runs/small/version_1"]
     assert [row[2] for row in rows[:2]] == ["3", "8"]
     assert [row[4] for row in rows[:2]] == ["max_steps=3 reached", "max_epochs=1 reached"]
     assert rows[1][3].startswith("val_loss ")
@@ -184,8 +185,8 @@ def test_programs_read_the_list_in_a_pipe():
     listed = subprocess.run(shell, shell=True, env=environment, capture_output=True, text=True, check=True).stdout
     assert listed.splitlines() == [
         "run\tsteps\thow it ended",
-        "version_0\t4\tmax_steps=4 reached",
-        "version_0\t\ttest of b.ckpt",
+        "logs/version_0\t4\tmax_steps=4 reached",
+        "logs/version_0\t\ttest of b.ckpt",
     ]
 
 
@@ -206,13 +207,103 @@ def test_evaluations_stand_below_the_run_whose_checkpoint_they_loaded(capsys, mo
     lines = [line for line in capsys.readouterr().out.splitlines() if "version_" in line]
     rows = [[cell.strip() for cell in line.split("│")] for line in lines]
     assert [(line[:2] == "  ", row[0], row[2], row[4]) for line, row in zip(lines, rows, strict=True)] == [
-        (False, "version_0", "4", "max_steps=4 reached"),
-        (True, "version_0", "", "validate of four.ckpt"),
-        (True, "version_2", "", "test of four.ckpt"),
-        (False, "version_1", "1", "max_steps=1 reached"),
-        (False, "version_3", "", "test"),
+        (False, "runs/version_0", "4", "max_steps=4 reached"),
+        (True, "runs/version_0", "", "validate of four.ckpt"),
+        (True, "runs/version_2", "", "test of four.ckpt"),
+        (False, "runs/version_1", "1", "max_steps=1 reached"),
+        (False, "runs/version_3", "", "test"),
     ]
     assert [row[3].split()[0] for row in (*rows[1:3], rows[4])] == ["val_loss", "test_loss", "test_loss"]
+
+
+def saving(**options):
+    """Returns a Trainer that logs into the next folder and saves."""
+    logger = CSVLogger("runs", name=None)
+    return quiet_trainer(logger=logger, enable_checkpointing=True, log_every_n_steps=1, **options)
+
+
+def names_in(folder):
+    return sorted(one.name for one in Path(folder).iterdir())
+
+
+class Described(Classifier):
+    def __init__(self, lr=0.1):
+        super().__init__(lr)
+        self.save_hyperparameters()
+
+
+@pytest.fixture
+def listed(capsys, monkeypatch):
+    """Returns the rows of a folder, as a pipe gets them."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+    def rows(folder):
+        assert main(["runs", folder]) == 0
+        return [line.split("\t") for line in capsys.readouterr().out.splitlines()[1:]]
+
+    return rows
+
+
+def test_a_run_that_goes_on_in_a_folder_of_its_own_says_of_which(listed, capsys):
+    saving(max_steps=2).fit(Described(), loader())
+    saving(max_steps=4).fit(Described(), loader(), ckpt_path="last")
+    Path("elsewhere").symlink_to("runs")
+    first, second = listed("runs")
+    assert (first[0], first[2], first[4]) == ("runs/version_0", "2", "max_steps=2 reached")
+    assert (second[0], second[2]) == ("runs/version_1", "4")
+    assert second[4] == "resumes runs/version_0: max_steps=4 reached"
+    # plot takes each name as it is printed.
+    for folder in ("runs", ".", "runs/version_1"):
+        assert main(["plot", *(row[0] for row in listed(folder))]) == 0
+        assert "loss" in capsys.readouterr().out
+
+
+def stops(**options):
+    """Returns an EarlyStopping that ends a run after its first validation."""
+    return EarlyStopping("val_loss", divergence_threshold=0.0, **options)
+
+
+@pytest.mark.parametrize("limits", [{"max_steps": 2}, {"max_epochs": 1}, {}], ids=["steps", "epochs", "EarlyStopping"])
+def test_a_start_with_nothing_left_to_train_is_no_run(limits, listed, caplog):
+    more = {} if limits else {"callbacks": stops(), "max_epochs": 9}
+    saving(**limits, **more).fit(Described(), loader(8), loader(8))
+    caplog.clear()
+    more = {} if limits else {"callbacks": stops(), "max_epochs": 9}
+    trainer = saving(enable_model_summary=True, **limits, **more)
+    trainer.fit(Described(), loader(8), loader(8), ckpt_path="auto")
+    assert "Nothing left to train at step 2" in caplog.text
+    assert "Logs and checkpoints" not in caplog.text
+    assert [row[0] for row in listed("runs")] == ["runs/version_0"]
+    assert names_in("runs") == ["version_0"]
+    trainer = saving(max_epochs=3, min_epochs=3, callbacks=[] if limits else [stops()])
+    trainer.fit(Described(), loader(8), loader(8), ckpt_path="auto")  # min_epochs keeps the stop waiting
+    assert trainer.current_epoch == 3
+    assert names_in("runs") == ["version_0", "version_1"]
+
+
+@pytest.mark.parametrize("version", ["mine", None])
+def test_where_it_logs_nevertheless_its_folder_stays(version, listed):
+    saving(max_steps=2).fit(Described(), loader())
+
+    class Logs(Callback):
+        def on_fit_start(self, trainer, module):
+            trainer.logger.log_metrics({"seen": 1.0}, 2)
+
+    for callbacks, rows in (([], 1), ([Logs()], 2)):
+        logger = CSVLogger("runs", name=None, version=version)
+        quiet_trainer(logger=logger, max_steps=2, callbacks=callbacks).fit(
+            Described(), loader(), ckpt_path="runs/version_0/checkpoints/epoch=0-step=2.ckpt"
+        )
+        assert len(listed("runs")) == len(names_in("runs")) == rows
+
+
+def test_a_second_fit_with_nothing_left_keeps_the_record_of_the_first():
+    trainer = saving(max_steps=2)
+    trainer.fit(Classifier(), loader())
+    before = Path("runs/version_0/run.json").read_text()
+    trainer.fit(Classifier(), loader())
+    assert names_in("runs/version_0") == ["checkpoints", "metrics.csv", "run.json"]
+    assert Path("runs/version_0/run.json").read_text() == before
 
 
 def test_an_evaluation_that_fails_says_so(capsys, monkeypatch):

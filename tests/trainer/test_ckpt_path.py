@@ -153,10 +153,10 @@ def test_without_a_folder_of_its_own_the_newest_run_that_has_a_file_is_gone_on_f
     assert run(2).ckpt_path is None
     assert run(4).ckpt_path == str(tmp_path / "run" / "version_0" / "checkpoints" / "epoch=0-step=2.ckpt")
     assert run(4).ckpt_path == str(tmp_path / "run" / "version_1" / "checkpoints" / "epoch=0-step=4.ckpt")
-    # The third run wrote no file, because it was at its limit already.
+    # The third run made no folder, because it was at its limit already.
     assert run(6).ckpt_path == str(tmp_path / "run" / "version_1" / "checkpoints" / "epoch=0-step=4.ckpt")
-    for name in names(tmp_path / "run" / "version_3" / "checkpoints"):
-        damage(tmp_path / "run" / "version_3" / "checkpoints" / name)
+    for name in names(tmp_path / "run" / "version_2" / "checkpoints"):
+        damage(tmp_path / "run" / "version_2" / "checkpoints" / name)
     assert run(8).ckpt_path == str(tmp_path / "run" / "version_1" / "checkpoints" / "epoch=0-step=4.ckpt")
 
 

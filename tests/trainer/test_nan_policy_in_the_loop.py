@@ -393,8 +393,24 @@ def test_a_loss_that_is_lost_is_told_once_in_a_run_of_any_length(options, every,
     with caplog.at_level(logging.WARNING, "fabricamp"):
         quiet_trainer(max_epochs=3, log_every_n_steps=every).fit(Lost(**options), loader(16))
     (told,) = caplog.messages
-    step = 1 if every == 1 and options.get("on_step", True) else 4
-    assert told.startswith(NOT_FINITE.format(step))
+    assert told.startswith(NOT_FINITE.format(1))
+
+
+@pytest.mark.parametrize(("first", "at"), [(0, 1), (4, 8)])
+def test_a_loss_that_is_lost_is_told_long_before_the_flush_and_no_other_loss_after_it(first, at, caplog):
+    class Both(Lost):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("other_loss", loss, on_epoch=True)
+            return loss
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.net(batch[0]).sum())
+
+    with caplog.at_level(logging.WARNING, "fabricamp"):
+        quiet_trainer(max_epochs=2).fit(Both(first), loader(64), loader(4))
+    (told,) = caplog.messages
+    assert told.startswith(NOT_FINITE.format(at))
 
 
 def test_the_bar_tells_of_a_loss_as_soon_as_it_shows_it(caplog):
@@ -413,8 +429,9 @@ def test_the_bar_tells_of_a_loss_as_soon_as_it_shows_it(caplog):
 
 def test_a_validation_in_an_epoch_tells_of_a_loss_that_no_flush_has_taken(caplog):
     with caplog.at_level(logging.WARNING, "fabricamp"):
-        quiet_trainer(max_epochs=1, val_check_interval=0.5).fit(Lost(), loader(32), loader(4))
-    assert caplog.messages[0].startswith(NOT_FINITE.format(4))
+        # Steps 5 to 7: between the looks at 4 and 8.
+        quiet_trainer(max_epochs=1, val_check_interval=7).fit(Lost(first=4), loader(56), loader(4))
+    assert caplog.messages[0].startswith(NOT_FINITE.format(7))
     assert len(caplog.messages) == 1
 
 

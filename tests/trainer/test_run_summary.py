@@ -50,8 +50,8 @@ def test_a_fit_says_what_it_runs_on_where_its_files_are_and_why_it_ended(lines):
     resumed = "Resumed from fabricamp_logs/version_0/checkpoints/epoch=1-step=8.ckpt: epoch 3/9, step 8"
     assert lines(max_epochs=9, max_steps=9, ckpt_path="last")[2:3] == [resumed]
     again = lines(max_epochs=2, ckpt_path="fabricamp_logs/version_0/checkpoints/epoch=1-step=8.ckpt")
-    assert again[2].endswith("version_0/checkpoints/epoch=1-step=8.ckpt: epoch 2/2, step 8")
-    assert again[3].startswith("Nothing left to train at step 8: max_epochs=2 reached already; checkpoint: ")
+    assert again[1].endswith("version_0/checkpoints/epoch=1-step=8.ckpt: epoch 2/2, step 8")
+    assert again[2].startswith("Nothing left to train at step 8: max_epochs=2 reached already; checkpoint: ")
 
 
 def test_the_best_checkpoint_is_named_with_its_score(lines):

@@ -23,7 +23,7 @@ from fabricamp.checkpoint import plain
 from fabricamp.engine.logger_setup import kept_of
 from fabricamp.engine.report import environment_info
 from fabricamp.engine.saved.ckpt_path import model_checkpoints
-from fabricamp.loggers.run_folder import folder_of
+from fabricamp.loggers.run_folder import RunFolderLogger, folder_of
 from fabricamp.state import TrainerFn
 
 if TYPE_CHECKING:
@@ -67,6 +67,11 @@ class EarlyRecord:
         self.withdraw()
         return is_there
 
+    def take_back(self, folder: Path) -> None:
+        """Removes the file that the loop has made of this one, as :meth:`withdraw` does."""
+        self.folder = folder
+        self.withdraw()
+
     def withdraw(self) -> None:
         """Removes the file, and the folder that was made for it, unless there is more in it; does nothing in a second call."""
         folder, self.folder = self.folder, None
@@ -82,16 +87,17 @@ class EarlyRecord:
 def recorded(session: Session) -> Iterator[None]:
     """A context around a fit's loop: writes the file before the loop, and how the run ended after it.
 
-    Only on rank 0, and only if a logger has a folder.
+    Only on rank 0, and only if a logger has a folder.  A fit that had nothing left to train, and wrote nothing, leaves no file.
     """
     folder = folder_to_record_in(session.trainer)
-    if folder is None:
+    early = session.early_record
+    if folder is None or (session.is_over and (early is None or early.folder != folder)):  # an earlier fit's file stays
         yield
         return
     content: StateDict = {}
+    first = session.state.batches_done
     with _never_an_error():
         beginning = _beginning(session, folder)
-        early = session.early_record
         is_own = early is not None and early.gives_way_in(folder)
         file = folder / NAME
         if file.exists() and not is_own:  # of an earlier fit in this folder
@@ -107,9 +113,21 @@ def recorded(session: Session) -> Iterator[None]:
         raise
     finally:
         with _never_an_error():
-            if content:
+            if content and early is not None and _is_empty(session, folder, first):
+                early.take_back(folder)
+            elif content:
                 status = _status(session.state, session.agreement, error)
                 _write(session.trainer, folder, {**content, **_end(session.trainer, session.run_summary, *status)})
+
+
+def _is_empty(session: Session, folder: Path, first: int) -> bool:
+    """Returns whether a fit that had nothing left to train has written nothing into its folder but its file."""
+    if not session.is_over or session.state.batches_done != first:
+        return False
+    for logger in session.trainer.loggers:
+        if isinstance(logger, RunFolderLogger):
+            logger.save()  # what a hook has logged may wait in memory
+    return [one.name for one in folder.iterdir()] == [NAME]
 
 
 def record_early_failure(session: Session, folder: Path | None, error: BaseException) -> None:
@@ -207,6 +225,7 @@ def _beginning(session: Session, folder: Path) -> StateDict:
         **_start(session, folder),
         "first_step": trainer.state.global_step,
         "ckpt_path": hidden(trainer.ckpt_path),
+        "resumes": _resumed_run(trainer.ckpt_path, folder),
         "trainer": {
             "strategy": session.strategy.name,
             "precision": session.precision.name,
@@ -246,7 +265,6 @@ def _end(trainer: Trainer, run_summary: RunSummary, status: str, reason: str) ->
 
 def _evaluation(trainer: Trainer, fn: TrainerFn, folder: Path, result: Any, status: str, reason: str) -> StateDict:
     ckpt_path = trainer.ckpt_path
-    run = None if ckpt_path is None else _run_of(Path(ckpt_path))
     metrics = [] if fn is TrainerFn.PREDICTING else result or []
     return {
         "fn": fn.value,
@@ -257,14 +275,22 @@ def _evaluation(trainer: Trainer, fn: TrainerFn, folder: Path, result: Any, stat
         "folder": str(Path.cwd()),
         "other_log_folders": _others(trainer, folder),
         "ckpt_path": hidden(ckpt_path),
-        "run": None if run is None else os.path.relpath(run, folder),
+        "run": _run_of(ckpt_path, folder),
         "metrics": {name: value for of_loader in metrics for name, value in of_loader.items()},
     }
 
 
-def _run_of(checkpoint: Path) -> Path | None:
-    """Returns the folder of the run that wrote a checkpoint: the first above it that has a ``run.json``."""
-    return next((folder for folder in checkpoint.absolute().parents if (folder / NAME).is_file()), None)
+def _run_of(checkpoint: str | None, seen_from: Path) -> str | None:
+    """Returns the folder of the run that wrote a checkpoint, as seen from another: the first above it that has a ``run.json``."""
+    above = () if checkpoint is None else Path(checkpoint).absolute().parents
+    run = next((folder for folder in above if (folder / NAME).is_file()), None)
+    return None if run is None else os.path.relpath(run, seen_from)
+
+
+def _resumed_run(checkpoint: str | None, folder: Path) -> str | None:
+    """Returns the folder of the run that this one goes on with, as seen from its own; None within one folder."""
+    run = _run_of(checkpoint, folder)
+    return None if run == "." else run
 
 
 def _status(state: RunState, agreement: StopAgreement, error: BaseException | None) -> tuple[str, str]:

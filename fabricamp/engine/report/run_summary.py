@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.data import DataLoader
 
+from fabricamp._utils.first_rank import STARTED_BY
 from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
 from fabricamp.data import leaves_of
 from fabricamp.data.position import keeps_workers
 from fabricamp.engine.report.run_file import NAME
 from fabricamp.engine.saved.ckpt_path import model_checkpoints
-from fabricamp.launch.start import STARTED_BY
 from fabricamp.loggers.run_folder import RunFolderLogger, folder_of
 
 if TYPE_CHECKING:
@@ -141,7 +141,8 @@ class RunSummary:
             batches = "1 batch" if settings.fast_dev_run == 1 else f"{settings.fast_dev_run} batches"
             yield f"fast_dev_run: {batches} of each loader, without logs and checkpoints"
             return
-        yield from _folders(trainer)
+        if not self._session.is_over:
+            yield from _folders(trainer)
         if trainer.ckpt_path is None and not trainer.state.batches_done:
             yield from _logs_of_others(self._session)
         if settings.max_epochs_by_default:

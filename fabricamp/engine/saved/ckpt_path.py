@@ -87,7 +87,7 @@ def _furthest(trainer: Trainer, word: str, weights_only: bool | None) -> tuple[s
         try:
             return path, read_together(path, trainer.strategy, weights_only=weights_only)
         except CheckpointObjectsError as error:  # not damaged, so an older file would lose steps
-            raise reworded(error, f"ckpt_path={word!r}: {error}") from error
+            raise reworded(error, f"ckpt_path={word!r}: {error}") from None
         except CheckpointError as error:
             if trainer.is_global_zero:
                 candidates.skip(str(error))
@@ -163,7 +163,7 @@ def _from_rank_zero(trainer: Trainer, word: str, choose: Callable[[], str]) -> s
             return choose()
         except FabricampError as error:
             family = CheckpointObjectsError if isinstance(error, CheckpointObjectsError) else CheckpointError
-            raise family(f"ckpt_path={word!r}: {error}") from error
+            raise family(f"ckpt_path={word!r}: {error}") from None
 
     return trainer.strategy.on_rank_zero(chosen)
 
