@@ -189,7 +189,7 @@ def note_of(error: BaseException, parts: RunParts) -> str:
     words = helping_words(parts, use)[:2]
     if words:
         helps = " and ".join(f"{word.text} (about {shown(word.saves)} less)" for word in words)
-        sentences.append(f"what helps most: {helps}; docs/how-to/memory.md has the others")
+        sentences.append(f"what helps most: {helps}; `fabricamp help memory` has the others")
     return "; ".join(sentences)
 
 
