@@ -50,7 +50,7 @@ class Entry:
 
     Such an entry leaves weights alone; only its ``free_steps`` bounds a launch.
     """
-    at_every_look: ClassVar[bool] = False
+    at_every_look: bool = False
     """Whether it acts whenever any entry does, unless an earlier one has ended the pass."""
 
     def next(self) -> Position:

@@ -164,7 +164,8 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
                 f"give a positive number, and 'norm' or 'value'{nearest(clip.algorithm, ('norm', 'value'))}"
             )
         own = optimizer.optimizer if isinstance(optimizer, ManagedOptimizer) else optimizer
-        refuse_values_of_complex(own, clip)
+        if clip.algorithm == "value":
+            refuse_values_of_complex(own)
         clip_or_note = self._attachment.manual_clip or clip_gradients
         clip_or_note(own, clip)
 

@@ -29,12 +29,14 @@ if TYPE_CHECKING:
     from fabricamp._utils.types import Batch, Closure, Output, StateDict
     from fabricamp.engine.loop import FitParts
     from fabricamp.engine.update import LossWeights
+    from fabricamp.gradients.memory import GradientMemory
     from fabricamp.precision.optimizer_step import OptimizerStep
 
 
 _grad: Final = operator.attrgetter("grad")
 _version: Final = operator.attrgetter("_version")
 _UNSCALED: Final = -1
+_NOTHING: Final = contextlib.nullcontext()
 
 
 class ManualUpdate(Update):
@@ -43,6 +45,7 @@ class ManualUpdate(Update):
     def __init__(self, parts: FitParts) -> None:
         super().__init__(parts)
         self._clips: dict[Optimizer, Clip] = {}
+        self._demand_closures = {optimizer for optimizer in parts.optimizers if demands_closure(optimizer)}
         self._steps = dict(zip(parts.optimizers, parts.optimizer_steps, strict=True))
         for step in parts.optimizer_steps:
             step.hands_over = True  # no wrapper has seen a backward
@@ -51,8 +54,9 @@ class ManualUpdate(Update):
         self._scales = parts.precision.state_dict().get("loss_scale", 1.0) != 1.0
         step_results = parts.precision.verdicts
         self._scale_moves = step_results is not None and step_results.scale_moves
-        # Only where the scale moves are kept gradients noted with the number of a scale.
         self._gradient_scales = GradientScales(getattr(step_results, "scale_change_since", lambda _: None))
+        # A constant scale differs only from that of gradients which a step has unscaled.
+        self._memories = list(map(parts.precision.gradients, parts.optimizers)) if self._scale_moves else []
 
     def batches_to(self, steps: float) -> float:
         """Returns the fewest micro-batches in which ``steps`` steps can be made: the user decides which of them make one."""
@@ -63,21 +67,24 @@ class ManualUpdate(Update):
         output = self._forward(batch, batch_idx)
         if self._not_stepped and not self._batch_complete:  # a backward, and an optimizer without a step
             self._accumulates = True
-        self._not_stepped = set(self._parts.optimizers)
         self._batch_complete = True
         if self.stepped:
             self.end_step()
+        self._not_stepped = set(self._parts.optimizers)
         if not self._hooks.wants_outputs:
             return None
         return {} if output is None and self._shows_shares else self._detached(output)
 
     def end_step(self) -> None:
         """Ends a step after the last of its optimizers: moves the loss scale, counts the step."""
+        if self._scale_moves:
+            for optimizer in self._not_stepped:
+                self._parts.precision.gradients(optimizer)  # takes in parameters that were added to it, as a step does
+            self._gradient_scales.move(self._memories)
         # The user's optimizers have stepped: only the end of the step is launched, as self._optimizer is None.
         loss, self.loss = self.loss, None
         self.launch_update(loss)
         self._count_update()
-        self._gradient_scales.move()
 
     def backward(self, loss: Tensor, *args: Any, loss_id: int = 0, **options: Any) -> None:
         """Implements ``TrainingModule.manual_backward``."""
@@ -87,19 +94,16 @@ class ManualUpdate(Update):
         for hook in hooks.before_backward:
             hook(loss)
         run = partial(hooks.run_backward, *args) if args else hooks.run_backward
-        if self._scales:
-            # A constant scale differs only from that of gradients which a step has unscaled.
-            optimizers = self._parameters() if self._scale_moves else ()
-            with self._gradient_scales.adding(loss, optimizers):
-                self._parts.precision.backward(loss, loss_id, run, **options)
-        else:
+        with self._gradient_scales.adding(loss) if self._gradient_scales.may_differ else _NOTHING:
             self._parts.precision.backward(loss, loss_id, run, **options)
+        if self._scale_moves:
+            self._gradient_scales.note(self._memories)
         for hook in hooks.after_backward:
             hook()
 
     def step(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         """Implements ``step`` of an optimizer from ``TrainingModule.optimizers()``."""
-        if closure is not None and demands_closure(optimizer):
+        if closure is not None and optimizer in self._demand_closures:
             # Such an optimizer calls the closure itself, any number of times, and uses the gradients as the closure leaves them.
             self.stepped = True
             self._not_stepped.discard(optimizer)
@@ -110,9 +114,10 @@ class ManualUpdate(Update):
         result = closure() if closure is not None else None
         if self._scales and self.loss is None and not self._accumulates:
             self._check_unscaled(optimizer)
-        if self._gradient_scales:
+        if self._gradient_scales.may_differ:
             self._check_scale(optimizer)
-        self._look_for_unseen_edits()
+        if self._state.global_step >= self._next_look:
+            self.take_edits()
         step = self._steps[optimizer]
         if closure is not None and takes_closure(optimizer):
             self._step_with_closure(step, closure, result)
@@ -121,7 +126,7 @@ class ManualUpdate(Update):
         writes = not isinstance(optimizer, FusedOptimizer) or optimizer.leaves_gradients
         if self._scales and (self._hooks.before_step or writes):
             # The step has unscaled them where they are, in .grad.
-            self._gradient_scales.note(self._parts.precision.gradients(optimizer).parameters, unscaled=True)
+            self._gradient_scales.note([self._parts.precision.gradients(optimizer)], unscaled=True)
         self.stepped = True
         self._not_stepped.discard(optimizer)
         return result
@@ -182,10 +187,6 @@ class ManualUpdate(Update):
                 "by a loss scale that they do not have; write self.manual_backward(loss) in place of loss.backward()"
             )
 
-    def _parameters(self) -> list[list[Tensor]]:
-        """Returns the parameters whose ``.grad`` backward fills, of each optimizer."""
-        return [self._parts.precision.gradients(optimizer).parameters for optimizer in self._parts.optimizers]
-
     def _check_scale(self, optimizer: Optimizer) -> None:
         """Raises :class:`ConfigError` for gradients that have another scale than the one that the step would take out."""
         precision = self._parts.precision
@@ -236,10 +237,9 @@ class ManualUpdate(Update):
 
     def clip(self, optimizer: Optimizer, clip: Clip) -> None:
         """Implements ``TrainingModule.clip_gradients``: the next step clips, once gradients are averaged and unscaled."""
-        if demands_closure(optimizer):
-            clip_gradients(
-                optimizer, clip
-            )  # called in the closure, after backward: the step comes from within the optimizer
+        if optimizer in self._demand_closures:
+            # Called in the closure, after backward: the step comes from within the optimizer.
+            clip_gradients(optimizer, clip)
         else:
             self._clips[optimizer] = clip
 
@@ -256,30 +256,41 @@ class GradientScales:
 
     def __init__(self, change_since: Callable[[int], Tensor | None]) -> None:
         self._change_since = change_since
+        self.may_differ = False
+        """Whether gradients are left that may have another scale; if not, neither a backward nor a step has anything to ask."""
         self._number = 0
         """The number of the scale that a backward now gives its gradients."""
-        self._notes: list[_Note] = []
+        self._notes: dict[GradientMemory, _Note] = {}
         self._others: dict[Tensor, _Seen] = {}
         """The gradients with another scale, by parameter."""
 
-    def __bool__(self) -> bool:
-        return bool(self._notes or self._others)
-
-    def move(self) -> None:
-        """Notes that the scale may move now."""
-        self._number += 1
-
-    def note(self, parameters: Sequence[Tensor], *, unscaled: bool = False) -> None:
-        """Notes the gradients of ``parameters``: as backward has left them, or ``unscaled`` in place by a step."""
-        gradients = list(map(_grad, parameters))
-        if not all(map(operator.is_not, gradients, repeat(None))):
-            parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    def note(self, memories: Sequence[GradientMemory], *, unscaled: bool = False) -> None:
+        """Notes the gradients of ``memories``: as backward has left them, or ``unscaled`` in place by a step."""
+        for memory in memories:
+            parameters = memory.parameters
             gradients = list(map(_grad, parameters))
-        number = _UNSCALED if unscaled else self._number
-        # Weakly held, as zero_grad has to free their memory.
-        self._notes.append(
-            _Note(list(parameters), list(map(weakref.ref, gradients)), list(map(_version, gradients)), number)
-        )
+            if not all(map(operator.is_not, gradients, repeat(None))):
+                parameters = [parameter for parameter in parameters if parameter.grad is not None]
+                gradients = list(map(_grad, parameters))
+            # Weakly held, as zero_grad has to free their memory.
+            references = list(map(weakref.ref, gradients))
+            number = _UNSCALED if unscaled else self._number
+            self._notes[memory] = _Note(
+                memory.parameters, parameters, references, list(map(_version, gradients)), number
+            )
+        self.may_differ |= unscaled
+
+    def move(self, memories: Sequence[GradientMemory]) -> None:
+        """Notes that the scale may move now; the gradients of ``memories``, all there are, are left with that of before."""
+        for memory in memories:
+            note = self._notes.get(memory)
+            if note is None or (note.number == self._number and note.of is not memory.parameters):
+                self.note([memory])  # gradients that were restored, or of parameters that were added since the backward
+        self._number += 1
+        for memory, note in list(self._notes.items()):
+            if all(map(operator.is_, map(_grad, note.parameters), repeat(None))):
+                del self._notes[memory]
+        self.may_differ = bool(self._notes or self._others)
 
     def other_scale(self, parameters: Sequence[Tensor]) -> Tensor | None:
         """Returns the first of ``parameters`` whose gradient has another scale; None if there is none."""
@@ -287,8 +298,8 @@ class GradientScales:
         return next(filter(self._others.__contains__, parameters), None) if self._others else None
 
     @contextlib.contextmanager
-    def adding(self, loss: Tensor, optimizers: Sequence[Sequence[Tensor]]) -> Iterator[None]:
-        """Returns a context for the backward of ``loss``, then notes the gradients of all ``optimizers`` (their parameters).
+    def adding(self, loss: Tensor) -> Iterator[None]:
+        """Returns a context for the backward of ``loss``, to be entered if scales may differ.
 
         What backward adds to a gradient with another scale has no scale of its own any more.
         """
@@ -300,32 +311,26 @@ class GradientScales:
         finally:
             if handle is not None:
                 handle.remove()
-        if self._others:
-            gradients = {parameter: parameter.grad for parameter in self._others}
-            self._others = {each: _Seen.of(gradient) for each, gradient in gradients.items() if gradient is not None}
-        self._notes.clear()
-        for parameters in optimizers:
-            self.note(parameters)
+        gradients = {parameter: parameter.grad for parameter in self._others}
+        self._others = {each: _Seen.of(gradient) for each, gradient in gradients.items() if gradient is not None}
+        self.may_differ = bool(self._others)
 
     def _settle(self) -> None:
         """Drops what was replaced or written since it was noted; of the rest, finds or rescales gradients with another scale."""
         if self._others:
             self._others = {each: seen for each, seen in self._others.items() if seen.is_still(each.grad)}
-        notes = self._notes
-        self._notes = []
-        for note in notes:
+        for memory, note in list(self._notes.items()):
             if note.number == self._number:
-                self._notes.append(note)
                 continue
-            if all(map(operator.is_, map(_grad, note.parameters), repeat(None))):
-                continue
+            del self._notes[memory]
             kept: dict[Tensor, _Seen] = {}
             for parameter, gradient, version in zip(note.parameters, note.gradients, note.versions, strict=True):
                 seen = _Seen(gradient, version)
-                if seen.is_still(parameter.grad):
+                if seen.is_still(parameter.grad) and parameter not in self._others:
                     kept[parameter] = seen
             if kept and not self._rescale(list(kept), note.number):
                 self._others.update(kept)
+        self.may_differ = bool(self._others)
 
     @torch.no_grad()
     def _rescale(self, parameters: list[Tensor], number: int) -> bool:
@@ -338,7 +343,6 @@ class GradientScales:
         if factor is None:
             return False
         torch._foreach_mul_(gradients, factor)
-        self.note(parameters)
         return True
 
     def state(self, module: nn.Module) -> list[str]:
@@ -352,8 +356,7 @@ class GradientScales:
         for name, parameter in module.named_parameters():
             if name in names and parameter.grad is not None:
                 self._others[parameter] = _Seen.of(parameter.grad)
-            elif parameter.grad is not None:
-                self.note([parameter])
+        self.may_differ = bool(self._others)
 
 
 class _Seen(NamedTuple):
@@ -371,8 +374,12 @@ class _Seen(NamedTuple):
 
 
 class _Note(NamedTuple):
-    """Gradients as they were, in lists that are filled without a loop, and the ``number`` of their scale."""
+    """Gradients as they were, in lists that are filled without a loop, and the ``number`` of their scale.
 
+    ``of``: the parameters that their memory had, among them those without a gradient.
+    """
+
+    of: list[Tensor]
     parameters: list[Tensor]
     gradients: list[weakref.ref[Tensor]]
     versions: list[int]

@@ -220,8 +220,8 @@ def check_optimization(
             "gradient_clip_val works with automatic optimization only; call self.clip_gradients(...) in training_step"
         )
     for optimizer in optimizers:
-        if settings.clip is not None:
-            refuse_values_of_complex(optimizer, settings.clip)
+        if settings.clip is not None and settings.clip.algorithm == "value":
+            refuse_values_of_complex(optimizer)
         if not demands_closure(optimizer):
             continue
         name = type(optimizer).__name__

@@ -47,18 +47,20 @@ class OverflowPolicy:
         status = self._step_results.note_end()
         if status is None:
             return
-        inherited = getattr(
-            self._step_results, "known_is_inherited", False
-        )  # a precision of the user's own may lack it
         if status.applied:
-            if self._schedules_follow and not (inherited and self.inherited_are_counted):
+            if self._schedules_follow and not (self.inherited_are_counted and self._is_inherited()):
                 self._schedules.advance(status.applied_steps)
         elif status.ends_run:
             self._end_run()
-        elif not inherited:
+        elif not self._is_inherited():
             self._unreported_skips += 1
             if status.skipped_steps == 1:  # the first one is reported at once, the others at the loop's reports
                 self.report_skips()
+
+    def _is_inherited(self) -> bool:
+        """Whether the last status is of a step before the checkpoint that the run continues."""
+        # A precision of the user's own may not say so.
+        return getattr(self._step_results, "known_is_inherited", False)
 
     def finish(self) -> None:
         """After the last batch: reports overflows not reported yet, and ends the run if one of them requires it."""

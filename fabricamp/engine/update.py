@@ -239,7 +239,8 @@ class Update:
             self._note_empty_step()
         else:
             self.check_optimizer()
-            self._look_for_unseen_edits()
+            if self._state.global_step >= self._next_look:
+                self.take_edits()
             self.loss = None
             if self._closure is None:
                 self.launch_update(loss, batch_idx)
@@ -478,17 +479,14 @@ class Update:
         )
 
     def take_edits(self) -> None:
-        """Lets masters take edits of their weights, as an eager update does: a replay begins with no call of the precision."""
+        """Lets masters take edits of their weights, and refuses those that they would not see, if a look for these is due.
+
+        A replay calls this each time, an eager update, which takes edits itself, for a look.
+        """
         is_due = self._state.global_step >= self._next_look
         if is_due:
             self._note_look()
         self._parts.precision.take_edits(look=is_due)
-
-    def _look_for_unseen_edits(self) -> None:
-        """Refuses edits of half weights that masters would not see; most programs edit in every step."""
-        if self._state.global_step >= self._next_look:
-            self._note_look()
-            self._parts.precision.take_edits(look=True)
 
     def _note_look(self) -> None:
         """Sets the step before which half weights are compared with their masters the next time."""

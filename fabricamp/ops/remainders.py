@@ -28,7 +28,6 @@ def is_remainder(tensor: Tensor | None) -> bool:
 
 
 def _has_remainders(copies: Sequence[Tensor | None] | None) -> TypeGuard[Sequence[Tensor | None]]:
-    # One call for all: every update on a CPU asks.
     return copies is not None and DTYPE in {copy.dtype for copy in copies if copy is not None}
 
 

@@ -45,6 +45,8 @@ class Rows(NamedTuple):
     """The numbers of steps (fp32) for these bits, where the rule's cells have none."""
     scales: Sequence[Sequence[Tensor | None]] = ()
     """For each of the rule's states the scales (fp32, 1 x blocks of 256) of rows whose state is codes; empty: no row's is."""
+    plain: bool = False
+    """Whether it is known that no row has a remainder, codes, or states that are rounded at random."""
 
 
 class Steering(NamedTuple):
@@ -111,7 +113,7 @@ class Rule:
         return prepared(rows.gradients, parameters, steering.state, steering.limit)
 
     def _read_states(self, number: int, narrow: Tensors, rows: Rows) -> Tensors:
-        """Returns the states ``number`` of all rows for :meth:`step`."""
+        """Returns the states ``number`` of rows that may not be plain, for :meth:`step`."""
         if not rows.scales or not any(map(codes.is_coded, narrow)):
             return widened(narrow)
         squares = self.states[number] in self.squares
@@ -121,7 +123,7 @@ class Rule:
         ]
 
     def _write_states(self, number: int, wide: Tensors, narrow: Tensors, rows: Rows) -> None:
-        """Writes the states ``number`` of all rows, after the step has been counted."""
+        """Writes the states ``number`` of rows that may not be plain, after the step has been counted."""
         if rows.scales and wide is not narrow:
             squares = self.states[number] in self.squares
             for value, state, scales in zip(wide, narrow, rows.scales[number], strict=True):
@@ -148,14 +150,23 @@ class Rule:
         self.shared = rows.shared
 
         def update() -> None:
-            parameters = wide_values(rows.parameters, rows.copies)
+            if rows.plain:
+                values = widened(rows.parameters)
+                wide_states = list(map(widened, states))
+                self.step(self.gradients(rows, values, steering), values, wide_states, rows.cells)
+                for wide, narrow in zip((values, *wide_states), (rows.parameters, *states), strict=True):
+                    rounded(wide, narrow)
+                if rows.copies is not None:
+                    rounded(values, rows.copies)
+                return
+            values = wide_values(rows.parameters, rows.copies)
             wide_states = [self._read_states(number, column, rows) for number, column in enumerate(states)]
-            self.step(self.gradients(rows, parameters, steering), parameters, wide_states, rows.cells)
+            self.step(self.gradients(rows, values, steering), values, wide_states, rows.cells)
             if rows.counts is not None:
                 torch._foreach_add_(list(rows.counts), 1.0)
             for number, (wide, narrow) in enumerate(zip(wide_states, states, strict=True)):
                 self._write_states(number, wide, narrow, rows)
-            write_values(parameters, rows.parameters, rows.copies)
+            write_values(values, rows.parameters, rows.copies)
 
         if steering.state is None or not steering.skips:
             update()

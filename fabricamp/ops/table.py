@@ -246,7 +246,8 @@ class Table:
         if not self._dtypes or self._dense_copies[0] or len(gradients) != len(self._pointers):
             return False
         try:
-            return are_at(list(gradients), self._pointers, self._all_rows)  # type: ignore[arg-type]
+            listed = gradients if isinstance(gradients, list) else list(gradients)
+            return are_at(listed, self._pointers, self._all_rows)  # type: ignore[arg-type]
         except (AttributeError, RuntimeError):  # there is a None now, or a sparse gradient
             return False
 

@@ -94,8 +94,8 @@ class FusedOptimizer(NamesKeywords, Optimizer):
     _explicit = False  # whether the last gradients were given to gather()
     _grad_of: Callable[[Tensor], Tensor | None] = _grad
     _steering: ops.Steering | None = None  # of the next step; None: the step is not controlled by a Precision
-    after_update: Callable[[int], object] | None = None
-    """Called at the end of an update, before the hooks of the step, with the number of parameters that kernels have written."""
+    after_update: Callable[[bool, bool], object] | None = None
+    """Called at the end of an update, before the hooks of the step: whether all parameters had a gradient, and kernels ran."""
     leaves_gradients = False
     """Whether the Precision's update leaves in ``.grad`` what it has used, unscaled and clipped: set while hooks may look there."""
     _own_state: ops.StepState | None = None
@@ -404,24 +404,29 @@ class FusedOptimizer(NamesKeywords, Optimizer):
                     raise refusals.rows_of_eager_steps(self)
         measures = type(self)._measure is not FusedOptimizer._measure
         norms = self._measure(steering) if measures else {}
-        written = 0
+        updated = 0
+        by_kernels = True
         for part in self._parts or ():
-            state = steering.state
-            if state is not None and state.words.device != part.device:
-                state = state.seen_from(part.device)
-            own = ops.Steering(state, steering.limit, steering.skips, norms.get(part.device))
+            own = steering
+            if norms:
+                own = own._replace(norm=norms.get(part.device))
+            if own.state is not None and own.state.words.device != part.device:
+                own = own._replace(state=own.state.seen_from(part.device))
             if part.table is not None:
                 self.rule.launch(part.table, own)
                 part.mark_written(part.table)
-                written += len(part.indices if part.table.present is None else part.table.present)
+                updated += len(part.indices if part.table.present is None else part.table.present)
             else:
-                for number, group in enumerate(self.param_groups):
-                    self._rule(group).reference(part.of_group(number), own)
+                by_kernels = False
+                for number, rule in enumerate(self._scalars.rules):
+                    rows = part.of_group(number)
+                    rule.reference(rows, own)
+                    updated += len(rows.parameters)
             part.release()
         if scaler_state is not None and getattr(self, "grad_scale", None) is not None:
             self._unscale_gradients(scaler_state)
-        if self.after_update is not None:
-            self.after_update(written)
+        if self.after_update is not None and self._rows_key is not None:
+            self.after_update(updated == self._rows_key.count, by_kernels)
 
     def _unscale_gradients(self, state: ops.StepState) -> None:
         """Unscales ``.grad`` after a step that torch's GradScaler did not skip, as torch's fused optimizers do.

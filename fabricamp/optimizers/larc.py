@@ -129,7 +129,7 @@ class LARC(NamesKeywords, Optimizer):
         """Uploads changed numbers (lr and its like) before a replay; returns whether nothing else has changed."""
         if self._parts is None or not isinstance(self.optim, FusedOptimizer):
             return False
-        set_scalars(self._parts, self._rule, self.param_groups)
+        set_scalars(self._parts, list(map(self._rule, self.param_groups)))
         with self._without_weight_decay():
             return self.optim.upload()
 
@@ -152,7 +152,7 @@ class LARC(NamesKeywords, Optimizer):
             except (RuntimeError, ValueError):  # a sparse gradient has no address, a wrapper has address 0
                 refuse_unreadable(self, gradients, "gradient")
                 raise
-        set_scalars(self._parts, self._rule, self.param_groups)
+        set_scalars(self._parts, list(map(self._rule, self.param_groups)))
         return gradients
 
     def _build(self, parameters: list[Tensor]) -> list[DeviceParams]:

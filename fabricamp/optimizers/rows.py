@@ -71,6 +71,7 @@ class DeviceParams:
         self._sources = sources
         self._counts = counts
         self._scales = scales
+        self._plain = not scales and sources is None and not any(map(is_remainder, copies))
         self._gradients: Column = ()
         # Forward reads a master's half copy, and no backward goes through the master: autograd has to know about the copy.
         self._written = [
@@ -118,7 +119,9 @@ class DeviceParams:
     def refresh(self, gradients: Column) -> None:
         """Sets the gradients of a step of the reference; a table has its own :meth:`~fabricamp.ops.table.Table.refresh`."""
         for gradient in gradients:
-            if gradient is not None and _is_unreadable(gradient):
+            if gradient is None:
+                continue
+            if gradient.layout is not torch.strided or (type(gradient) is not Tensor and is_wrapper(gradient)):
                 raise ValueError("a gradient is sparse, or a wrapper tensor")
         self._gradients = gradients
         self._holds_captured = is_capturing(self.device)
@@ -176,7 +179,7 @@ class DeviceParams:
         if len(chosen) == len(self.indices):  # all of them, as in most steps of most optimizers
             copies = self._copies if self._copied else None
             own = self._states, self._cells, copies, self._shared, self._sources, self._counts, self._scales
-            return Rows(gradients, self._parameters, *own)
+            return Rows(gradients, self._parameters, *own, self._plain)
         return Rows(
             gradients,
             [self._parameters[row] for row in chosen],
@@ -187,6 +190,7 @@ class DeviceParams:
             None if self._sources is None else [self._sources[row] for row in chosen],
             None if self._counts is None else [self._counts[row] for row in chosen],
             [[scales[row] for row in chosen] for scales in self._scales],
+            self._plain,
         )
 
     def mark_written(self, table: Table) -> None:
@@ -218,6 +222,8 @@ class RowsCacheKey:
     ) -> None:
         # A tuple stays as it is, so that it is known again without a look at what it holds.
         self._parameters = parameters if isinstance(parameters, tuple) else list(parameters)
+        self.count = len(self._parameters)
+        """The number of the optimizer's parameters."""
         with_row = {index for part in parts for index in part.indices}
         self._without = [index for index in range(len(parameters)) if index not in with_row]
         # Only a table holds addresses; a reference finds the memory through the tensors.
@@ -252,12 +258,8 @@ class RowsCacheKey:
             and flags is self._flags
             and self._are_same(parameters)
             and are_at(self._addressed, self._pointers, self._all)
-            and all(map(operator.is_, map(gradients.__getitem__, self._without), repeat(None)))
+            and (not self._without or all(map(operator.is_, map(gradients.__getitem__, self._without), repeat(None))))
         )
-
-
-def _is_unreadable(gradient: Tensor) -> bool:
-    return gradient.layout is not torch.strided or (type(gradient) is not Tensor and is_wrapper(gradient))
 
 
 def zero_gradients(parameters: Iterable[Tensor]) -> None:
@@ -291,6 +293,8 @@ class GroupScalars:
         # method has the decorator's globals, where its ``__module__`` is that of the wrapped one.
         module = getattr(make_rule, "__globals__", {}).get("__name__", "")
         self._compares = module.startswith("fabricamp.") and rule.__module__.startswith("fabricamp.")
+        self.rules: list[Rule] = []
+        """The rules of the groups, with their present numbers."""
         # Of the last call; empty if a value was no plain number, such as a tensor or a list, whose content may change in place.
         self._numbers: list[Any] = []
         self._types: list[type] = []
@@ -302,7 +306,7 @@ class GroupScalars:
         groups: Sequence[ParamGroup],
         options: Iterable[Any],
     ) -> None:
-        """Calls :func:`set_scalars`, unless all numbers are those of the last call and every table still has them.
+        """Makes the rules and uploads their scalars, unless all numbers are those of the last call and every table still has them.
 
         ``options``: the optimizer's own numbers, which its rules read beside those of a group.
         """
@@ -320,7 +324,8 @@ class GroupScalars:
             unchanged = unchanged and (part.table is None or part.table.has_scalars)
         if unchanged:
             return
-        set_scalars(parts, rule, groups)
+        self.rules = list(map(rule, groups))
+        set_scalars(parts, self.rules)
         if self._compares and _PLAIN.issuperset(types):
             self._numbers = numbers
             self._types = types
@@ -333,12 +338,10 @@ _NO_NUMBERS: Final = frozenset({"params", "param_names"})
 _PLAIN: Final = frozenset({float, int, bool, str, type(None)})
 
 
-def set_scalars(
-    parts: Sequence[DeviceParams], rule: Callable[[ParamGroup], Rule], groups: Sequence[ParamGroup]
-) -> None:
-    """Uploads the scalars of the ``groups``' rules to every device that has a table."""
+def set_scalars(parts: Sequence[DeviceParams], rules: Sequence[Rule]) -> None:
+    """Uploads the scalars of the groups' ``rules`` to every device that has a table."""
     scalars: list[Any] | None = None
     for part in parts:
         if part.table is not None:
-            scalars = scalars or [rule(group).scalars() for group in groups]
+            scalars = scalars or [rule.scalars() for rule in rules]
             part.table.set_scalars(scalars)

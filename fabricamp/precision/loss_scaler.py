@@ -231,9 +231,9 @@ class LossScaler:
         return loss.detach().to(self.device, torch.float32)
 
     def pending(self) -> list[StepStatus]:
-        """Returns the statuses that :meth:`close` has not returned yet, oldest first; waits for the device.
+        """Returns the statuses that :meth:`note_end` has not returned yet, oldest first; waits for the device.
 
-        :meth:`close` still returns them later.
+        :meth:`note_end` still returns them later.
         """
         statuses = []
         at_floor = self._at_floor

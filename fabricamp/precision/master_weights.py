@@ -169,20 +169,27 @@ class MasterWeights:
 
     # -- edits -------------------------------------------------------------------------------------------------------------------
 
-    def note(self, *, halves_moved_by_one: bool = False) -> None:
-        """Notes that half weights and masters agree: what was written until now is no edit.
-
-        ``halves_moved_by_one``: the counters of all half weights did so, and no other.
-        """
-        if halves_moved_by_one:
-            self._moved += 1
-            self._half_sum += len(self._halves)
-            return
+    def note(self) -> None:
+        """Notes that half weights and masters agree: what was written until now is no edit."""
         self._moved = 0
         self._half_versions = list(map(_version, self._halves))
         self._master_versions = list(map(_version, self._masters))
         self._half_sum = sum(self._half_versions)
         self._master_sum = sum(self._master_versions)
+
+    def note_update(self, only: bool, complete: bool, by_kernels: bool) -> None:
+        """Notes that an update has written, which is no edit.
+
+        ``only``: the fit has no other optimizer.  ``complete``: each of its parameters had a gradient.
+        """
+        if not (only and complete):
+            self.round_edits()  # the update has rounded no master without a gradient
+        elif by_kernels:
+            # Each kernel moves the counter of a half weight by one, and no other: they need not be read.
+            self._moved += 1
+            self._half_sum += len(self._halves)
+            return
+        self.note()
 
     def take_edits(self) -> None:
         """Lets the masters of edited half weights take the elements that were changed, before an update; waits for nothing.

@@ -394,7 +394,7 @@ class Scaling:
         if self._gradients_elsewhere:
             optimizer.zero_grad = MethodType(functools.partial(_zero_grad, params), optimizer)
         if self.masters is not None and isinstance(optimizer, FusedOptimizer):
-            optimizer.after_update = functools.partial(self._note_update, params)
+            optimizer.after_update = functools.partial(self.masters.note_update, len(self.optimizers) == 1)
 
     def release(self) -> None:
         """Restores the optimizers: their own parameters and ``zero_grad``."""
@@ -413,15 +413,6 @@ class Scaling:
         for params in self.params_of.values():
             statistics = ops.gradient_statistics(params.collect(state.scale.reciprocal()), state.scale)
             state.finite.mul_(torch.isfinite(statistics.sum()))
-
-    def _note_update(self, params: ParamGradMap, written: int) -> None:
-        """Notes what the update itself has written; ``written``: the number of parameters that kernels have written."""
-        assert self.masters is not None
-        # Each kernel moves a counter by one, so those of all half weights need not be read if it wrote them all.
-        all_by_kernels = len(self.optimizers) == 1 and written == len(params.master_params)
-        if written and not all_by_kernels:
-            self.masters.round_edits()  # masters that the update has not rounded, as they had no gradient
-        self.masters.note(halves_moved_by_one=all_by_kernels)
 
     def params(self, optimizer: Optimizer) -> ParamGradMap:
         """Returns the parameters of ``optimizer``; raises :class:`ConfigError` if it is none of this fit's."""
@@ -474,10 +465,6 @@ class ScaledStep(OptimizerStep):
     # -- by kernels ----------------------------------------------------------------------------------------------------------------
 
     def _launch(self, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
-        with self._no_grad:
-            self._launch_stages(gradients, clip, loss)
-
-    def _launch_stages(self, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
         """Launches statistics, finish and update; the kernels read the gradients where they are.
 
         ``.grad`` stays as it is, unless hooks may look there after the update: then one more launch unscales and clips it.
@@ -486,33 +473,34 @@ class ScaledStep(OptimizerStep):
         params = self.params
         skips = self._skips
         divisor = gradients.divisor
-        if self._masters is not None:
-            self._masters.take_edits()
-        flags = None
-        if gradients.tensors is None and not params.sums:
-            tensors: Sequence[Tensor | None] = list(map(params.grad_of, params.model_params))
-        else:
-            tensors, flags = params.tensors_and_flags(gradients)
-        optimizer.gather(tensors, params.copies, flags, parameters=params.master_params)
-        scale = self._scale if gradients.weight is None else gradients.carried(self._scale)
         max_norm, max_value = _limits(clip)
+        with self._no_grad:
+            if self._masters is not None:
+                self._masters.take_edits()
+            flags = None
+            if gradients.tensors is None and not params.sums:
+                tensors: Sequence[Tensor | None] = list(map(params.grad_of, params.model_params))
+            else:
+                tensors, flags = params.tensors_and_flags(gradients)
+            optimizer.gather(tensors, params.copies, flags, parameters=params.master_params)
+            scale = self._scale if gradients.weight is None else gradients.carried(self._scale)
 
-        # 1. Statistics, if the overflow flag or the norm is needed; else the gradients are read once, by the update.
-        statistics = optimizer.statistics(scale, divisor) if skips or max_norm is not None else scale.new_empty(0)
-        params.stats_record = GradStatsRecord(statistics)
+            # 1. Statistics, if the overflow flag or the norm is needed; else the gradients are read once, by the update.
+            statistics = optimizer.statistics(scale, divisor) if skips or max_norm is not None else scale.new_empty(0)
+            params.stats_record = GradStatsRecord(statistics)
 
-        # 2. Finish.  With the loss it also moves the loss scale, so not if the update reads the scale again.
-        self._finish(statistics, scale, divisor, max_norm, None if optimizer.reads_scale else loss)
+            # 2. Finish.  With the loss it also moves the loss scale, so not if the update reads the scale again.
+            self._finish(statistics, scale, divisor, max_norm, None if optimizer.reads_scale else loss)
 
-        # 3. Update, or nothing after an overflow.
-        optimizer.steer(self._state, limit=max_value, skips=skips)
-        optimizer.step()
-        if params.sums:
-            params.memory.clear()
-        elif optimizer.leaves_gradients and self._masters is None:
-            # "complete": the host does not wait for the flags of missing gradients, which are 0 in the strategy's buffers.
-            sources, destinations = self._places(params.gather(gradients._replace(complete=True)))
-            ops.scale(sources, destinations, self._state.multiplier, max_value)
+            # 3. Update, or nothing after an overflow.
+            optimizer.steer(self._state, limit=max_value, skips=skips)
+            optimizer.step()
+            if params.sums:
+                params.memory.clear()
+            elif optimizer.leaves_gradients and self._masters is None:
+                # "complete": the host does not wait for the flags of missing gradients, which are 0 in the strategy's buffers.
+                sources, destinations = self._places(params.gather(gradients._replace(complete=True)))
+                ops.scale(sources, destinations, self._state.multiplier, max_value)
 
     def _finish(
         self, statistics: Tensor, scale: Tensor, divisor: float, max_norm: float | None, loss: Tensor | None

@@ -128,10 +128,8 @@ def clip_gradients(optimizer: Optimizer, clip: Clip) -> None:
         torch.nn.utils.clip_grad_value_(parameters, clip.value)
 
 
-def refuse_values_of_complex(optimizer: Optimizer, clip: Clip) -> None:
-    """Raises :class:`ConfigError` if ``clip`` is by value and a parameter of ``optimizer`` is complex: its values have no order."""
-    if clip.algorithm != "value":
-        return
+def refuse_values_of_complex(optimizer: Optimizer) -> None:
+    """Raises :class:`ConfigError` for a clip by value if a parameter of ``optimizer`` is complex: its values have no order."""
     for index, parameter in enumerate(owned_parameters(optimizer)):
         if parameter.is_complex():
             raise ConfigError(

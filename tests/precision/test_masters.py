@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from fabricamp.precision import OptLevel, master_weights
 from fabricamp.precision.master_weights import module_parameter
 from fabricamp.strategies import Sharding
 from fabricamp.strategies.base import Strategy
-from tests.cuda_on_cpu.compiler import kernel_device
+from tests.cuda_on_cpu.compiler import kernel_device, references
 from tests.windows import make_step
 
 __all__ = ["kernel_device"]
@@ -226,9 +227,11 @@ def test_an_edited_master_keeps_its_bits_also_if_its_half_weight_was_edited(leve
     assert torch.equal(masters(optimizer)[0], torch.full((4, 4), 0.1))
 
 
-@pytest.mark.parametrize("make", [FusedSGD, torch.optim.SGD])
+@pytest.mark.parametrize(
+    ("make", "by"), [(FusedSGD, nullcontext), (FusedSGD, references), (torch.optim.SGD, nullcontext)]
+)
 @pytest.mark.parametrize("both", [False, True])
-def test_masters_that_are_edited_between_backward_and_step_keep_their_bits(kernel_device, make, both):
+def test_masters_that_are_edited_between_backward_and_step_keep_their_bits(kernel_device, make, by, both):
     net = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(2)]).to(kernel_device)  # the second is not used
     precision = OptLevel("O5")
     precision.convert_module(net)
@@ -241,7 +244,8 @@ def test_masters_that_are_edited_between_backward_and_step_keep_their_bits(kerne
                 if both:
                     half[0, 0] = 0.25
                 master.fill_(0.1)  # no number of the half dtypes
-        make_step(precision, optimizer)
+        with by(kernel_device):
+            make_step(precision, optimizer)
         optimizer.zero_grad()
         precision.forward(lambda: None)
         for half, master in zip(net.parameters(), masters(optimizer), strict=True):

@@ -288,6 +288,63 @@ def test_kept_fp32_gradients_follow_a_scale_that_moves_by_powers_of_two(make):
     assert not torch.equal(module.b.weight, KeepsLong(make).b.weight)
 
 
+class Grows(KeepsLong):
+    """Optimizer b gets a new group in batch 11, right before the backward whose gradients it keeps while the scale doubles."""
+
+    def __init__(self, make):
+        super().__init__(make)
+        self.c = torch.nn.Linear(4, 1)
+
+    def loss(self, player, batch, batch_idx):
+        loss = super().loss(player, batch, batch_idx)
+        if player == "a" or batch_idx < 11:
+            return loss
+        if batch_idx == 11:
+            self.optimizers()[1].optimizer.add_param_group({"params": list(self.c.parameters())})
+        return loss + self.c(batch).float().square().mean() * 1e-3
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
+def test_kept_gradients_of_a_group_that_was_just_added_follow_the_scale(make):
+    data = list(torch.randn(20, 8, 4, generator=torch.Generator().manual_seed(1)))
+    constant, moving = Grows(make), Grows(make)
+    quiet_trainer(max_epochs=1, precision=OptLevel("O1", loss_scale=2.0**16)).fit(constant, data)
+    trainer = quiet_trainer(max_epochs=1, precision=OptLevel("O1", scale_window=3, max_loss_scale=2.0**22))
+    trainer.fit(moving, data)
+    assert trainer.skipped_steps == 0
+    assert all(map(torch.equal, moving.parameters(), constant.parameters()))
+    assert not torch.equal(moving.c.weight, Grows(make).c.weight)
+
+
+class AddsToUnscaled(Keeps):
+    """Adds to a gradient that the step of b has unscaled; b steps again after c, with no backward in between."""
+
+    def __init__(self):
+        super().__init__()
+        self.c = torch.nn.Linear(1, 1)
+
+    def configure_optimizers(self):
+        return [*super().configure_optimizers(), self.make(self.c.parameters(), lr=0.1)]
+
+    def training_step(self, batch, batch_idx):
+        a, b, c = self.optimizers()
+        if batch_idx < 2:
+            a.zero_grad()
+            self.manual_backward(self.a(batch).float().square().mean() + self.b(batch).float().square().mean())
+            a.step()
+        if batch_idx == 2:
+            c.step()
+        if batch_idx != 1:
+            b.step()
+
+
+def test_what_was_added_to_an_unscaled_gradient_is_refused_also_after_the_scale_has_moved():
+    trainer = quiet_trainer(max_epochs=1, precision=OptLevel("O1", max_loss_scale=64.0))
+    with pytest.raises(ConfigError, match=r"of now.*'b.weight'"):
+        trainer.fit(AddsToUnscaled(), batches())
+    assert trainer.global_step == 2  # in the third training_step
+
+
 def by_hand(module, *, clears):
     """Makes the steps of :class:`Keeps` in fp32."""
     a, b = module.configure_optimizers()

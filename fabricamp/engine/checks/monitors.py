@@ -47,7 +47,7 @@ class MonitorLook(Entry):
     """
 
     at_every_look = True
-    """It acts after the first validation too, which may come before the sanity check's names are known."""
+    """Until it has looked: it acts after the first validation too, which may come before the sanity check's names are known."""
 
     def __init__(
         self,
@@ -63,16 +63,15 @@ class MonitorLook(Entry):
         self._validates = validates
         self._of_validation = of_validation
         self._validations = self._state.validations
-        self._looked = False
 
     def next(self) -> Position:
         """Returns the first micro-batch; never where a validation has to come first."""
-        return Position() if self._looked or not self._is_known() else Position(batches=0)
+        return Position(batches=0) if self.at_every_look and self._is_known() else Position()
 
     def act(self, *, last: bool) -> PassEnd | None:
         """Looks which names were logged, once."""
-        if not self._looked and self._is_known():
-            self._looked = True
+        if self.at_every_look and self._is_known():
+            self.at_every_look = False
             self._tell()
         return None
 
