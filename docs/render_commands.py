@@ -18,6 +18,7 @@ MORE = {
     "test": "As `validate`, with `test_step`.",
     "predict": "`torch.load(FILE)['predictions']` is a list of batches. In a script: [predictions.md](how-to/predictions.md).",
     "bench": "What to do then: [slow-data.md](how-to/slow-data.md), [speed.md](how-to/speed.md).",
+    "plan": "In Python: `Trainer.plan`; what to take then: [memory.md](how-to/memory.md#before-the-first-step).",
     "plot": "In Python: `fabricamp.runs.plot` ([API](api/tools.md)).",
     "runs": "From `run.json`, which each fit writes beside its logs ([configuration.md](configuration.md#runs-on-disk)).",
     "verify": "What it does, and what makes runs differ: [reliability.md](reliability.md#faults), at its end.",

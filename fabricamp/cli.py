@@ -63,6 +63,8 @@ A PyTorch trainer.  A run is described by a YAML file:
     batch: 64
 """
 
+_PLAN = "tell the memory that a fit takes on a GPU, on any machine and before the first step, and what would take less"
+
 _BENCH = "measure where the time of a batch goes: data, host, forward, backward, exchange, update; on a GPU as a CUDA graph too"
 
 EXAMPLES = """\
@@ -74,6 +76,7 @@ examples:
   fabricamp test config.yaml ckpt_path=best           (or last, or the path of a checkpoint)
   fabricamp predict config.yaml ckpt_path=best --json (predictions as JSON, alone on stdout)
   fabricamp bench config.yaml trainer.precision=O1 --out step.png
+  fabricamp plan config.yaml --card H200              (needs no GPU)
   fabricamp plot fabricamp_logs/version_0 fabricamp_logs/version_1 --out both.png
   fabricamp runs fabricamp_logs                       (the runs in this folder, and how they ended)
   fabricamp verify train.py --lr 0.1                  (is a run that was killed and resumed bitwise equal)
@@ -118,6 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.command == "bench":
             return _measure(options, unknown)
+        if options.command == "plan":
+            return _plan(options, unknown)
         if unknown:
             taken = (
                 "--measure alone" if options.command == "doctor" else f"what `fabricamp {options.command} --help` shows"
@@ -177,7 +182,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
     )
     parser.add_argument("--version", action="version", version=f"fabricamp {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for name, summary in (*RUNS.items(), ("bench", _BENCH)):
+    for name, summary in (*RUNS.items(), ("bench", _BENCH), ("plan", _PLAN)):
         command = _add_command(commands, name, summary, epilog=_examples_of(name), add_help=False)
         command.add_argument("config", type=Path, help="the YAML file")
         about = "show this, the Trainer's arguments and, after a YAML file, those of all its classes"
@@ -195,6 +200,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
         if name == "bench":
             command.add_argument("--steps", type=int, default=100, help="how many are measured; 100 by default")
             command.add_argument("--out", metavar="FILE", help="a .png, .svg or .pdf file to draw into too")
+        if name == "plan":
+            about = "the GPU, such as H200; without it the present one"
+            command.add_argument("--card", metavar="NAME", help=about)
+            command.add_argument("--json", action="store_true", help="write the figures as one JSON to stdout")
     _add_plot(commands)
     _add_runs(commands)
     _add_verify(commands)
@@ -302,6 +311,14 @@ def _measure(options: argparse.Namespace, unknown: list[str]) -> int:
 
     for line in bench(options.config, [*options.overrides, *unknown], steps=options.steps, out=options.out):
         print(line)
+    return 0
+
+
+def _plan(options: argparse.Namespace, unknown: list[str]) -> int:
+    from fabricamp.commands.plan import plan
+
+    found = plan(options.config, [*options.overrides, *unknown], card=options.card)
+    print(json.dumps(found.as_dict()) if options.json else found)
     return 0
 
 

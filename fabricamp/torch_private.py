@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 import torch
 from torch import _weights_only_unpickler as weights_only_pickle
@@ -66,6 +66,7 @@ __all__ = [
     "checkpoint_activations",
     "compilations_since",
     "compiled_by_user",
+    "compiled_in_two_parts",
     "compiler_of",
     "compiler_options",
     "current_backward",
@@ -76,15 +77,18 @@ __all__ = [
     "dispatch_modes",
     "end_failed_capture",
     "exporting",
+    "fake_tensor_types",
     "forget_memory",
     "forward_derivative_level",
     "fsdp_copy_ops",
     "functorch_active",
+    "fused_attention",
     "global_forward_pre_hooks",
     "global_hooks",
     "global_optimizer_post_hooks",
     "global_optimizer_pre_hooks",
     "guarded_hooks",
+    "has_kernel",
     "is_batched_gradient",
     "is_limit_hit",
     "is_sharded",
@@ -98,6 +102,7 @@ __all__ = [
     "optimizer_step_breaks_graphs",
     "profiler_enabled",
     "record_memory",
+    "replaced_operations",
     "segments_of_pool",
     "sharded_modules",
     "sharded_parameters",
@@ -115,6 +120,8 @@ __all__ = [
     "weights_only_pickle",
     "whole_gradient",
     "with_part",
+    "without_autocast_of_host",
+    "without_dispatch_modes",
     "wrapper_tensor",
     "write_memory",
     "written_arguments",
@@ -541,6 +548,76 @@ def storage_key(tensor: torch.Tensor) -> int:
     """Returns a number that tensors with the same memory have in common, on the meta device too; valid while one of them lives."""
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+def fake_tensor_types() -> tuple[Any, Any, tuple[type[Exception], ...]]:
+    """Returns the mode under which tensors have no memory, their class, and the errors of operations that need values.
+
+    torch documents the mode, and its module begins with an underscore; it is imported when a plan is made (0.3 s).
+    """
+    fake = importlib.import_module("torch._subclasses.fake_tensor")
+    errors = (fake.DataDependentOutputException, fake.DynamicOutputShapeException)
+    return fake.FakeTensorMode, fake.FakeTensor, errors
+
+
+def compiled_in_two_parts(function: Callable[..., Any], compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``function`` traced with its backward and divided as torch.compile does; ``compiler`` makes code of each graph.
+
+    Code takes one list of arguments, which it may clear.
+    """
+    aot = importlib.import_module("torch._functorch.aot_autograd")
+    partitioners = importlib.import_module("torch._functorch.partitioners")
+    decompositions = importlib.import_module("torch._inductor.decomposition").select_decomp_table()
+
+    def boxed(graph: Any, inputs: Any) -> Callable[..., Any]:
+        code: Any = compiler(graph, inputs)
+        code._boxed_call = True
+        return cast("Callable[..., Any]", code)
+
+    traced: Callable[..., Any] = aot.aot_function(
+        function,
+        fw_compiler=boxed,
+        bw_compiler=boxed,
+        partition_fn=partitioners.min_cut_rematerialization_partition,
+        decompositions=decompositions,
+    )
+    return traced
+
+
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """Returns a context without the dispatch modes that are active, as for tensors with values under fake ones."""
+    context: AbstractContextManager[Any] = importlib.import_module(
+        "torch.utils._python_dispatch"
+    )._disable_current_modes()
+    return context
+
+
+def replaced_operations() -> AbstractContextManager[Any]:
+    """Returns a context whose value registers functions for torch's own operations until the context ends."""
+    context: AbstractContextManager[Any] = torch.library._scoped_library("aten", "IMPL")
+    return context
+
+
+def fused_attention(
+    *operands: torch.Tensor, is_causal: bool, mask: torch.Tensor | None, scale: float | None
+) -> torch.Tensor:
+    """Returns the host's fused attention of query, key and value: it keeps what a GPU's keeps, and has no public name."""
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output: torch.Tensor = attend(*operands, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
+    return output
+
+
+def has_kernel(operation: str, key: str) -> bool:
+    """Returns whether an operation has a kernel of its own for a dispatch key such as "AutocastCPU"."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operation, key))
+
+
+def without_autocast_of_host() -> AbstractContextManager[Any]:
+    """Returns a context in which operations are not cast by autocast of the host, within a function that does so itself."""
+    context: AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(
+        torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    )
+    return context
 
 
 def written_arguments(operation: Any) -> tuple[str, frozenset[int | str]]:

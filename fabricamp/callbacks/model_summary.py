@@ -17,6 +17,7 @@ from fabricamp.habits import habits
 from fabricamp.messages import on_screen
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.optimizers.refusals import owned_parameters
+from fabricamp.optimizers.state_sizes import states_of
 from fabricamp.precision import OptLevel
 from fabricamp.precision.casting import convertible_modules, tensors_to_convert
 from fabricamp.precision.named import precision_from
@@ -77,7 +78,7 @@ class Summary:
     total: Count
     opt_level: str
     memory: dict[str, int]
-    """Bytes by kind: weights, buffers, masters, gradients."""
+    """Bytes by kind: weights, buffers, masters, gradients; in a fit of known optimizers their states too."""
     tied: list[str] = field(default_factory=list)
 
     @property
@@ -102,8 +103,8 @@ class Summary:
         memory = f"{parts or '0 B'} = {_size(sum(self.memory.values()))}"
         lines = [
             f"{parameters}: {self.total.trainable:,} trainable, {self.frozen:,} frozen",
-            # Adam's state is often the largest part of all, so the line says that it is not in the sum.
-            f"Memory at {self.opt_level}: {memory} without optimizer state and activations",
+            # Adam's state is often the largest part of all, so the line says whether it is in the sum.
+            f"Memory at {self.opt_level}: {memory} without {self._left_out()}",
         ]
         if self.tied:
             more = f" and {len(self.tied) - 3} more" if len(self.tied) > 3 else ""
@@ -113,6 +114,11 @@ class Summary:
                 f"{self.total.lazy} lazy parameters or buffers get their shape in the first forward; not counted"
             )
         return lines
+
+    def _left_out(self) -> str:
+        if "optimizer states" in self.memory:
+            return "activations; Trainer.plan(module, loader) tells them"
+        return "optimizer state and activations"
 
     def __str__(self) -> str:
         lines = [row.cells() for row in self.rows]
@@ -177,6 +183,9 @@ class ModelSummary(Callback):
             for optimizer in trainer.optimizers
             for gradient in trainer.precision_plugin.gradients(optimizer).tensors
         )
+        states = [states_of(optimizer) for optimizer in trainer.optimizers]
+        if None not in states:
+            memory["optimizer states"] = sum(size for sizes in states for size in sizes or ())
         Summary(
             rows=_rows(pl_module, self.max_depth),
             total=_count(pl_module),

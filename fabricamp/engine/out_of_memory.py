@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from fabricamp.engine.run_parts import RunParts
+    from fabricamp.strategies.base import Strategy
 
 _WORDS: Final = ("out of memory", "cublas_status_alloc_failed", "defaultcpuallocator: can't allocate memory")
 
@@ -133,11 +134,17 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(one.numel() * one.element_size() for one in map(local, tensors) if not is_lazy(one))
 
 
-def helping_words(parts: RunParts, use: MemoryUse, logits: int = 0) -> list[Word]:
-    """Returns what would take less memory than ``use``, by how much it saves; ``logits``: bytes of logits among the activations."""
+def helping_words(
+    parts: RunParts, use: MemoryUse, logits: int = 0, *, strategy: Strategy | None = None, world_size: int | None = None
+) -> list[Word]:
+    """Returns what would take less memory than ``use``, by how much it saves; ``logits``: bytes of logits among the activations.
+
+    ``strategy`` and ``world_size`` are those of the run, or of a run that is only planned.
+    """
     words = []
     settings = parts.settings
-    strategy = parts.strategy
+    strategy = strategy or parts.strategy
+    world_size = strategy.world_size if world_size is None else world_size
     precision = parts.precision
     level = precision.level.name if isinstance(precision, OptLevel) else precision.name
     if use.others:
@@ -162,8 +169,9 @@ def helping_words(parts: RunParts, use: MemoryUse, logits: int = 0) -> list[Word
         words.append(Word(f'{name}(..., state="8bit")', expected * 3 // 4))
         if level == "O5" and use.masters >= 4 * count:
             words.append(Word(f'{name}(..., masters="remainder")', use.masters // 2))
-    if strategy.world_size > 1 and not strategy.sharding.shards:
-        words.append(Word('strategy="fsdp"', use.kept * (strategy.world_size - 1) // strategy.world_size))
+    if world_size > 1 and not strategy.sharding.shards:
+        processes = f" on {world_size} GPUs" if strategy.world_size == 1 else ""
+        words.append(Word(f'strategy="fsdp"{processes}', use.kept * (world_size - 1) // world_size))
     return sorted(words, key=lambda one: -one.saves)
 
 

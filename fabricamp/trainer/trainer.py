@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from fabricamp.compilation import Compile
     from fabricamp.cuda_graph import CudaGraph
     from fabricamp.data import DataModule
+    from fabricamp.engine.planning import MemoryPlan
     from fabricamp.loggers.base import Logger
     from fabricamp.module import TrainingModule
     from fabricamp.precision.base import Precision
@@ -425,6 +426,33 @@ class Trainer(TrainerProperties):
                         result = recorded_evaluation(session, options)
         leave_interrupted(self)
         return result
+
+    def plan(
+        self,
+        model: TrainingModule,
+        train_dataloaders: object = None,
+        datamodule: DataModule | None = None,
+        card: str | None = None,
+    ) -> MemoryPlan:
+        """Returns the memory that a fit takes on a GPU, and what would take less; needs no GPU, and changes nothing.
+
+        One step of ``model`` on the first batch is run without values, and its requests are placed as torch's allocator does.
+
+        Args:
+            model: the module to train.
+            train_dataloaders: its loader; None if the module or ``datamodule`` has it.
+            datamodule: a :class:`DataModule` in place of the loader.
+            card: the name of the GPU, such as "H200"; None: the present one.
+
+        Raises:
+            ConfigError: for a card that is not known (with the table of those that are), for manual optimization, and for a step
+                that needs the values of tensors.
+        """
+        from fabricamp.engine.planning import plan_memory
+
+        module, source = self._runner.check_call(TrainerFn.FITTING, model, train_dataloaders, None, datamodule)
+        self._runner.refuse_fit_within_a_run()
+        return plan_memory(self, module, source, card)
 
     def reset(self) -> None:
         """Resets the counters: the next fit begins at epoch 0 and step 0, as with a new Trainer.
