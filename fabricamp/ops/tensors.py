@@ -90,11 +90,10 @@ def accumulate(
 
 @torch.no_grad()
 def note_differences(sources: Sequence[Tensor], rounded: Sequence[Tensor], flags: Tensor) -> None:
-    """Writes 1 into ``flags[i]`` (int32) if an element of ``rounded[i]`` is not that of ``sources[i]`` in its dtype, else 0.
+    """Writes 1 into ``flags[i]`` (int32) if an element of ``rounded[i]`` is not that of ``sources[i]`` in its dtype.
 
-    A nan equals a nan.
+    The other flags stay as they are.  A nan equals a nan.  ``flags`` may be in pinned host memory: kernels write there too.
     """
-    flags.zero_()
     if not sources:
         return
     if runs_kernels(sources[0].device):
@@ -102,7 +101,7 @@ def note_differences(sources: Sequence[Tensor], rounded: Sequence[Tensor], flags
         return
     for index, (source, one) in enumerate(zip(sources, rounded, strict=True)):
         own = source.to(one.dtype)
-        flags[index] = ((own != one) & ~(own.isnan() & one.isnan())).any()
+        flags[index] |= ((own != one) & ~(own.isnan() & one.isnan())).any().to(flags)
 
 
 @torch.no_grad()

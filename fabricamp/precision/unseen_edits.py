@@ -21,7 +21,7 @@ _LEAST: Final = 2**20
 
 
 class UnseenEdits:
-    """Compares half weights with their masters, on their device; the host never waits for the result.
+    """Compares half weights with their masters, on their device; with kernels the host never waits for the result.
 
     The memory for the result is allocated at the first comparison.
     """
@@ -34,8 +34,9 @@ class UnseenEdits:
         self._end = 0
         """The weights that were compared last: from one index to another."""
         self._flags: Tensor | None = None
-        """For each half weight whether it differs, on its device."""
-        self._on_host: Tensor | None = None
+        """For each half weight whether it differs, in host memory, which a GPU writes only if one does."""
+        self._device: torch.device | None = None
+        """That of the weights."""
         self._arrived: torch.cuda.Event | None = None
         """Recorded behind each result, on a GPU."""
         self._is_on_its_way = False
@@ -46,27 +47,25 @@ class UnseenEdits:
         if self._is_on_its_way:
             return
         device = halves[0].device
-        if self._flags is None or self._flags.device != device or len(self._flags) != len(halves):
-            self._flags = torch.zeros(len(halves), dtype=torch.int32, device=device)
-            self._on_host = torch.zeros(len(halves), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+        if self._flags is None or self._device != device or len(self._flags) != len(halves):
+            self._device = device
+            self._flags = torch.zeros(len(halves), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
             self._elements = sum(local(half).numel() for half in halves)
             self._end = len(halves)
             self._arrived = torch.cuda.Event() if device.type == "cuda" else None
-        assert self._on_host is not None
         self._choose(halves)
         compared = slice(self._begin, self._end)
-        flags = self._flags[compared]
-        note_differences(list(map(local, masters[compared])), list(map(local, halves[compared])), flags)
-        self._on_host[compared].copy_(flags, non_blocking=True)
+        note_differences(list(map(local, masters[compared])), list(map(local, halves[compared])), self._flags[compared])
         if self._arrived is not None:
             self._arrived.record(stream_in_use(device))
             self._is_on_its_way = True
 
     def _choose(self, halves: Sequence[Tensor]) -> None:
         """Sets the weights for the next comparison: all at first, then a share that follows the last one."""
-        if self._whole_looks > 0:
+        if self._whole_looks > 0 or self._elements <= _LEAST:
             self._whole_looks -= 1
-            self._begin, self._end = 0, len(halves)
+            self._begin = 0
+            self._end = len(halves)
             return
         self._begin = self._end if self._end < len(halves) else 0
         self._end = self._begin
@@ -78,11 +77,11 @@ class UnseenEdits:
 
     def found(self) -> int | None:
         """Returns the index of the first half weight that differs from its master; None if none does, or it is not known yet."""
-        if self._on_host is None or (self._arrived is not None and not self._arrived.query()):
+        if self._flags is None or (self._arrived is not None and not self._arrived.query()):
             return None
         self._is_on_its_way = False
-        flags = self._on_host.tolist()
+        flags = self._flags.tolist()
         if 1 not in flags:
             return None
-        self._on_host.zero_()  # the next look may compare others
+        self._flags.zero_()  # the next look may compare others
         return flags.index(1)
