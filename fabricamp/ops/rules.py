@@ -6,7 +6,7 @@ An element-wise optimizer is a subclass of :class:`Rule` and a kernel.  An optim
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from fabricamp.ops import codes, draws
 from fabricamp.ops import table as tables
 from fabricamp.ops.bridge import runs_kernels
+from fabricamp.ops.layouts import elements_of
 from fabricamp.ops.reference import prepared, rounded, unless_skipped, widened
 from fabricamp.ops.remainders import wide_values, write_values
 from fabricamp.ops.shards import SharedRows
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from fabricamp.ops.step_state import StepState
 
 
+_LARGE: Final = 2**28
+"""Elements of a table whose chunks may be longer: there are enough for all processors."""
+_LONGER: Final = 4
 Tensors = list[Tensor]
 Cells = Sequence[Sequence[Tensor]]
 """For each name in a rule's ``cells``, the numbers of the rows."""
@@ -200,7 +204,7 @@ def update(
         cells=cells_of(rows.cells, rows.counts, rows.scales),
         numbers=numbers_of(rows.sources),
         device=device,
-        chunk_size=chunk_size_for(rows.scales),
+        chunk_size=chunk_size_for(rows.parameters, compact=bool(rows.scales or rows.sources)),
     )
     table.set_scalars([rule.scalars()])
     if norm is None:
@@ -222,9 +226,16 @@ def cells_of(
     return [*cells, *([] if counts is None else [counts]), *scales]
 
 
-def chunk_size_for(scales: Sequence[object]) -> int:
-    """Returns the size of a table's chunks: whole blocks, if rows have ``scales``."""
-    return max(tables.CHUNK_SIZE, codes.BLOCK) if scales else tables.CHUNK_SIZE
+def chunk_size_for(parameters: Sequence[Tensor], *, compact: bool) -> int:
+    """Returns the size of a table's chunks.
+
+    Those of ``compact`` states, in 8 or 16 bits, are whole blocks; in large tables they are longer, as reading so few bytes does
+    not hide how long a chunk takes to begin (at 1.3 B parameters 5 % of an update).
+    """
+    if not compact:
+        return tables.CHUNK_SIZE
+    size = max(tables.CHUNK_SIZE, codes.BLOCK)
+    return _LONGER * size if sum(elements_of(one) for one in parameters) >= _LARGE else size
 
 
 def function_of(kind: type[Rule]) -> Callable[..., None]:

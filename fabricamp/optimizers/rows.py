@@ -93,7 +93,7 @@ class DeviceParams:
                 numbers=numbers_of(sources),
                 flags=-1 if flags is None else len(own),
                 groups=groups,
-                chunk_size=chunk_size_for(scales),
+                chunk_size=chunk_size_for(parameters, compact=bool(scales or sources)),
                 shared=shared,
             )
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fabricamp import ops
-from fabricamp.ops import codes, remainders, table
+from fabricamp.ops import codes, remainders, rules, table
 from fabricamp.ops.draws import Source, key_of
 from tests.cuda_on_cpu.compiler import one_order, references
 
@@ -157,6 +157,17 @@ class Case:
     def written(self):
         columns = [self.parameters, *self.states, *self.scales, self.steps, self.copies or []]
         return [one.clone() for column in columns for one in column if one is not None]
+
+
+def test_longer_chunks_change_nothing(kernel_device, sizes, monkeypatch):
+    short, long = Case(kernel_device, sizes, zero=False), Case(kernel_device, sizes, zero=False)
+    for _ in range(2):
+        short.step(EXACT)
+    monkeypatch.setattr(rules, "_LARGE", 0)
+    for _ in range(2):
+        long.step(EXACT)
+    for one, other in zip(short.written(), long.written(), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("wide", [False, True])

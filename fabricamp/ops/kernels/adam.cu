@@ -79,8 +79,8 @@ template <typename G, typename P, typename M1, typename M2, typename C> struct A
     float g[EACH], p[EACH], average[EACH], square[EACH];
     part.load(gradients, g);
     part.load_parameters(parameters, copies, p);
-    decode<Signed>(values, part.load_codes(averages), average_scales[number], average);
-    decode<Squares>(values, part.load_codes(squares), square_scales[number], square);
+    decode<Signed>(values, part.load_codes(averages), block_scales(0)[number], average);
+    decode<Squares>(values, part.load_codes(squares), block_scales(1)[number], square);
 #pragma unroll
     for (int j = 0; j < EACH; ++j) {
       average_in(g[j], p[j], average[j], square[j]);
@@ -92,8 +92,8 @@ template <typename G, typename P, typename M1, typename M2, typename C> struct A
     part.store_codes(averages, encode<Signed>(average, of_averages));
     part.store_codes(squares, encode<Squares>(square, of_squares));
     if ((threadIdx.x & 31) == 0) {
-      average_scales[number] = of_averages;
-      square_scales[number] = of_squares;
+      block_scales(0)[number] = of_averages;
+      block_scales(1)[number] = of_squares;
     }
   }
 };
@@ -129,10 +129,15 @@ __device__ __forceinline__ void update(const Table& table, const Chunk& chunk, c
   body.new2 = (M)(1.0 - s[BETA2]);
   body.eps = (M)s[EPS];
   if constexpr (IsCode<M1>::value) {
-    body.values = code_values();
     body.average_scales = scales_of(table, chunk, 1);
     body.square_scales = scales_of(table, chunk, 2);
+    read_scales(body.average_scales, chunk, 0);
+    read_scales(body.square_scales, chunk, 1);
+    body.values = code_values();
     each_block<P>(chunk, body);
+    __syncthreads();
+    write_scales(body.average_scales, chunk, 0);
+    write_scales(body.square_scales, chunk, 1);
   } else {
     each<4>(chunk, body);
   }

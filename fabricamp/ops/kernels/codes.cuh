@@ -62,7 +62,7 @@ template <int LEVELS> __device__ __forceinline__ unsigned code_of(float share) {
   return __float_as_uint(__uint_as_float(__float_as_uint(place) + (level << 23)) + 8388607.f);
 }
 
-// The values of all codes at scale 1, in shared memory: those of signed states, then those of squares.
+// The values of all codes at scale 1, in shared memory: those of signed states, then those of squares.  It ends with a barrier.
 __device__ __forceinline__ const float* code_values() {
   __shared__ float values[2 * CODES];
   for (int i = threadIdx.x; i < CODES; i += blockDim.x) {
@@ -218,9 +218,26 @@ template <typename State> __device__ __forceinline__ uint2 encode(const float (&
   return uint2{State::codes(from, inverse), State::codes(from + 4, inverse)};
 }
 
-// The scales of the chunk's blocks; `index` is their cell.
+// The scales of a chunk's blocks, of state 0 or 1.  They are in shared memory while the chunk is worked on: written as single words, a
+// thousandth of an update's bytes, they would take a tenth of its time.
+__device__ __forceinline__ float* block_scales(int state) {
+  __shared__ float scales[2][512];  // as many blocks as the longest chunks have (chunk_size_for in ops/rules.py)
+  return scales[state];
+}
+
+// Where they are kept between updates; `index` is their cell.
 __device__ __forceinline__ float* scales_of(const Table& table, const Chunk& chunk, int index) {
   return cell<float>(table, chunk, index) + chunk.offset / CODES;
+}
+
+// Before a barrier.
+__device__ __forceinline__ void read_scales(const float* from, const Chunk& chunk, int state) {
+  for (int i = threadIdx.x; i * CODES < chunk.count; i += blockDim.x) block_scales(state)[i] = from[i];
+}
+
+// After a barrier.
+__device__ __forceinline__ void write_scales(float* to, const Chunk& chunk, int state) {
+  for (int i = threadIdx.x; i * CODES < chunk.count; i += blockDim.x) to[i] = block_scales(state)[i];
 }
 
 // This thread's part of block `number`, with packs of 16 bytes of parameters.

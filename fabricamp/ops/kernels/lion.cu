@@ -65,13 +65,13 @@ template <typename G, typename P, typename A, typename C> struct Lion {
     float g[EACH], p[EACH], average[EACH];
     part.load(gradients, g);
     part.load_parameters(parameters, copies, p);
-    decode<Signed>(values, part.load_codes(averages), scales[number], average);
+    decode<Signed>(values, part.load_codes(averages), block_scales(0)[number], average);
 #pragma unroll
     for (int j = 0; j < EACH; ++j) step(g[j], p[j], average[j]);
     part.store_parameters(parameters, copies, p);
     float scale;
     part.store_codes(averages, encode<Signed>(average, scale));
-    if ((threadIdx.x & 31) == 0) scales[number] = scale;
+    if ((threadIdx.x & 31) == 0) block_scales(0)[number] = scale;
   }
 };
 
@@ -97,9 +97,12 @@ __device__ __forceinline__ void update(const Table& table, const Chunk& chunk, c
   body.beta2 = (M)s[BETA2];
   body.new2 = (M)(1.0 - s[BETA2]);
   if constexpr (IsCode<A>::value) {
-    body.values = code_values();
     body.scales = scales_of(table, chunk, 0);
+    read_scales(body.scales, chunk, 0);
+    body.values = code_values();
     each_block<P>(chunk, body);
+    __syncthreads();
+    write_scales(body.scales, chunk, 0);
   } else {
     each<4>(chunk, body);
   }

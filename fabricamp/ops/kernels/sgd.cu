@@ -63,13 +63,13 @@ template <typename G, typename P, typename B, typename C> struct Sgd {
     float g[EACH], p[EACH], buffer[EACH];
     part.load(gradients, g);
     part.load_parameters(parameters, copies, p);
-    decode<Signed>(values, part.load_codes(buffers), scales[number], buffer);
+    decode<Signed>(values, part.load_codes(buffers), block_scales(0)[number], buffer);
 #pragma unroll
     for (int j = 0; j < EACH; ++j) step(g[j], p[j], buffer[j]);
     part.store_parameters(parameters, copies, p);
     float scale;
     part.store_codes(buffers, encode<Signed>(buffer, scale));
-    if ((threadIdx.x & 31) == 0) scales[number] = scale;
+    if ((threadIdx.x & 31) == 0) block_scales(0)[number] = scale;
   }
 };
 
@@ -98,9 +98,12 @@ __device__ __forceinline__ void update(const Table& table, const Chunk& chunk, c
   body.decay_after = after ? (M)s[WEIGHT_DECAY] : (M)0;
   body.nesterov = s[NESTEROV] != 0;
   if constexpr (IsCode<B>::value) {
-    body.values = code_values();
     body.scales = scales_of(table, chunk, 1);
+    read_scales(body.scales, chunk, 0);
+    body.values = code_values();
     each_block<P>(chunk, body);
+    __syncthreads();
+    write_scales(body.scales, chunk, 0);
   } else {
     each<4>(chunk, body);
   }
