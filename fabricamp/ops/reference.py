@@ -11,7 +11,7 @@ import torch
 from fabricamp.ops.tensors import HALF_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -79,11 +79,11 @@ def one_each(values: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [value.to(tensor.dtype) for value, tensor in zip(values.unbind(), tensors, strict=True)]
 
 
-def unless_skipped(state: StepState | None, written: Sequence[Tensor], update: Callable[[], None]) -> None:
+def unless_skipped(state: StepState | None, written: Iterable[Tensor], update: Callable[[], None]) -> None:
     """Runs ``update`` unless ``state.found_inf`` is set.
 
-    If the flag is on a device, the host does not wait for it: ``update`` always runs, and the tensors ``written`` get their old
-    values back if the flag is set.
+    If the flag is on a device, the host does not wait for it: ``update`` always runs, and the tensors ``written``, which are asked
+    for only then, get their old values back if the flag is set.
     """
     if state is None:
         update()
@@ -92,8 +92,8 @@ def unless_skipped(state: StepState | None, written: Sequence[Tensor], update: C
         if not state.found_inf.item():
             update()
         return
-    before = [tensor.clone() for tensor in written]
+    before = [(tensor, tensor.clone()) for tensor in written]
     update()
     skip = state.found_inf != 0
-    for tensor, old in zip(written, before, strict=True):
+    for tensor, old in before:
         tensor.copy_(torch.where(skip.to(tensor.device), old, tensor))

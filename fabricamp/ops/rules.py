@@ -176,7 +176,7 @@ class Rule:
             update()
             return
         columns = (rows.parameters, *states, *rows.cells, rows.counts or (), *rows.scales, rows.copies or ())
-        written = [tensor for column in columns for tensor in column if tensor is not None]
+        written = (tensor for column in columns for tensor in column if tensor is not None)
         unless_skipped(steering.state, written, update)
 
 
