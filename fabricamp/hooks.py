@@ -64,6 +64,7 @@ An exception calls ``on_exception`` (c), and no ``teardown``.  A signal or Ctrl-
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -282,6 +283,18 @@ def call_hook(part: object, name: str, *args: Any) -> Any:
     """Calls the hook ``name`` of a module or DataModule, and returns its result; None for a hook that is set to None."""
     hook = getattr(part, name)
     return None if hook is None else hook(*args)
+
+
+def call_with_stage(hook: Callable[..., Any] | None, stage: str) -> None:
+    """Calls a ``setup`` or ``teardown``, by ``stage=`` where it takes that, as Lightning does; None: a hook set to None."""
+    if hook is None:
+        return
+    try:
+        inspect.signature(hook).bind(stage=stage)
+    except (TypeError, ValueError):  # another name, or a callable without a signature
+        hook(stage)
+    else:
+        hook(stage=stage)
 
 
 def call_all(calls: Calls, *args: Any) -> None:

@@ -310,8 +310,13 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
             self.log(name, value, *arguments, **options)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Prints once, not once per process."""
-        self.trainer.print(*args, **kwargs)
+        """Prints once, not once per process; above the progress bar and by its ``print``, if one is shown."""
+        trainer = self.trainer
+        bar = trainer.progress_bar_callback
+        if bar is None or not bar.is_enabled:
+            trainer.print(*args, **kwargs)
+        elif trainer.is_global_zero:
+            bar.print(*args, **kwargs)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Returns ``data`` of every rank, stacked along a new first dimension (also with one process), without gradients.

@@ -123,7 +123,8 @@ class ProgressBar(Callback):
 
     def print(self, *args: Any, **options: Any) -> None:
         """Prints above the bar, on the rank that shows it; prints nothing if the bar is disabled."""
-        if self.is_enabled and self.trainer.is_global_zero:
+        begun = self._trainer  # None in prepare_data, which rank 0 of a host calls
+        if self.is_enabled and (begun is None or begun.is_global_zero):
             print(*args, **options)  # an open bar takes over stdout, and writes it above itself
 
     # -- what Lightning's bars offer to subclasses that draw their own -------------------------------------------------

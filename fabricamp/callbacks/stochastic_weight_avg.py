@@ -113,6 +113,14 @@ class StochasticWeightAveraging(Callback):
         """The last epoch, from 0, at whose beginning the weights are averaged; infinite with ``max_epochs=-1``."""
         return math.inf if self._max_epochs < 0 else self._max_epochs - 1
 
+    @property
+    def n_averaged(self) -> Tensor | None:
+        """The number of averaged epochs, an int64 on the CPU; None before the first."""
+        averages = self._averages
+        if averages is None or not averages.begun:
+            return None
+        return torch.tensor(int(averages.count), dtype=torch.int64, device="cpu")
+
     # -- in a run ----------------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:

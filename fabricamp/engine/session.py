@@ -66,7 +66,7 @@ from fabricamp.engine.source import DataSource, GivenData
 from fabricamp.engine.update import StepRunner, Update
 from fabricamp.errors import ConfigError
 from fabricamp.habits import habits, say_difference
-from fabricamp.hooks import Hooks, call_all, call_hook, overrides
+from fabricamp.hooks import Hooks, call_all, call_hook, call_with_stage, overrides
 from fabricamp.lightning.lending import attach
 from fabricamp.loggers.logger_collection import LoggerCollection, log_values
 from fabricamp.metrics import Metrics
@@ -229,9 +229,10 @@ class Session(RunParts):
         """Calls ``setup`` or ``teardown`` of the DataModule first, as callbacks may look at its data; of the module last."""
         stage = self.fn  # a str too
         if self.source.datamodule is not None:
-            call_hook(self.source.datamodule, name, stage)
-        call_all(self.hooks.callbacks(name), stage)
-        call_hook(self.module, name, stage)
+            call_with_stage(getattr(self.source.datamodule, name), stage)
+        for hook in self.hooks.callbacks(name):
+            call_with_stage(hook, stage)
+        call_with_stage(getattr(self.module, name), stage)
 
     def _configure_model(self, *, filled_later: bool) -> None:
         """Lets the module build its layers, and shards them; ``filled_later``: a checkpoint's weights will replace its own."""

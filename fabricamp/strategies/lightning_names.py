@@ -14,7 +14,7 @@ from fabricamp.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from fabricamp._utils.types import StateDict
@@ -125,6 +125,16 @@ class LightningNames:
         """The precision."""
         run = self._session()
         return None if run is None else run.precision
+
+    @property
+    def launcher(self) -> None:
+        """None: the Trainer starts processes (``start_method``), and has no object for it that a program could call."""
+        return None
+
+    def backward(self, closure_loss: Tensor, optimizer: object = None, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs backward in manual optimization, as ``module.manual_backward`` does; returns the loss."""
+        self.lightning_module.manual_backward(closure_loss, *args, **kwargs)
+        return closure_loss
 
     def load_checkpoint(self, checkpoint_path: str, weights_only: bool | None = None) -> StateDict:
         """Returns a checkpoint file's content; objects only with ``weights_only=False``.  Read by pytorch-forecasting's Tuner."""

@@ -82,6 +82,9 @@ def default_callbacks(given: Mapping[str, Any], callbacks: Sequence[Callback]) -
     if ModelCheckpoint not in wanted and saving is not None:
         name = type(saving).__name__
         raise ConfigError(f"callbacks holds a {name}, but enable_checkpointing=False; leave one of them out")
+    bars = [type(one).__name__ for one in callbacks if isinstance(one, ProgressBar)]
+    if len(bars) > 1:
+        raise ConfigError(f"callbacks holds {len(bars)} progress bars ({', '.join(bars)}); give one")
     defaults = [kind() for kind in wanted]
     if given["max_time"] is None:
         return defaults

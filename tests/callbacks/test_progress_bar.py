@@ -746,3 +746,30 @@ def test_columns_keep_their_places_training_before_validation(every, interval, c
     trainer.save_checkpoint("saved.ckpt")
     quiet_trainer(max_epochs=4, **options).fit(ManyColumns(), loader(32), loader(8), ckpt_path="saved.ckpt")
     assert columns() == [expected]
+
+
+def test_two_bars_are_refused_by_name():
+    with pytest.raises(
+        ConfigError, match=r"callbacks holds 2 progress bars \(ProgressBar, TQDMProgressBar\); give one"
+    ):
+        quiet_trainer(callbacks=[ProgressBar(), TQDMProgressBar()])
+
+
+def test_a_module_prints_by_the_bar_that_is_shown(capsys):
+    class Prints(Classifier):
+        def prepare_data(self):
+            self.print("prepares")
+
+        def on_train_start(self):
+            self.print("begins", end="!")
+
+    class Own(ProgressBar):
+        def print(self, *args, **options):
+            super().print("own:", *args, **options)
+
+    for shown, lines in ((True, "own: prepares\nown: begins!"), (False, "prepares\nbegins!")):
+        bar = Own()
+        if not shown:
+            bar.disable()
+        quiet_trainer(max_steps=1, callbacks=bar).fit(Prints(), loader(8))
+        assert capsys.readouterr().out == lines

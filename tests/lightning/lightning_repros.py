@@ -1367,6 +1367,145 @@ def s17_kinds_of_devices_that_are_not_there():
     return [kind.is_available() for kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator)]
 
 
+@row
+def s18_a_stage_by_name_alone():
+    found = []
+
+    class Own(Model):
+        def setup(self, *, stage):
+            found.append(("module", stage == "fit"))
+
+        def teardown(self, **options):
+            found.append(("module", sorted(options)))
+
+    class Watch(pl.Callback):
+        def setup(self, trainer, pl_module, *, stage):
+            found.append(("callback", stage == "fit"))
+
+    class Data(pl.LightningDataModule):
+        def setup(self, stage=None, more=3):
+            found.append(("data", stage == "fit", more))
+
+        def train_dataloader(self):
+            return loader()
+
+    trainer(callbacks=[Watch()]).fit(Own(), datamodule=Data())
+    Data().setup("fit")
+    return found
+
+
+class Bars(TQDMProgressBar):
+    """Notes its numbers at the ends of epochs and evaluations, and what the module prints."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.found = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        super().on_train_epoch_end(trainer, pl_module)
+        bar = self.train_progress_bar
+        self.found.append(("train", bar.n, bar.total, self.total_train_batches, self.total_val_batches))
+
+    def on_validation_end(self, trainer, pl_module):
+        super().on_validation_end(trainer, pl_module)
+        self.found.append(("validation", self.val_progress_bar.total, trainer.sanity_checking))
+
+    def on_test_end(self, trainer, pl_module):
+        super().on_test_end(trainer, pl_module)
+        self.found.append(("test", self.test_progress_bar.n, self.test_progress_bar.total))
+
+    def on_predict_end(self, trainer, pl_module):
+        super().on_predict_end(trainer, pl_module)
+        self.found.append(("predict", self.predict_progress_bar.n, self.predict_progress_bar.total))
+
+    def print(self, *args, **options):
+        self.found.append(("print", args, options))
+
+
+class Prints(Model):
+    def on_train_start(self):
+        self.print("begins", end="")
+
+    def test_step(self, batch, batch_idx):
+        self.print("test", batch_idx, sep="-")
+
+
+@row
+def s19_the_numbers_of_bars_stay_and_they_print():
+    found = []
+    for limits in (
+        {"max_epochs": 2},
+        {"max_epochs": -1, "max_steps": 3},
+        {"val_check_interval": 1},
+        {"limit_val_batches": 0},
+        {"fast_dev_run": True},
+    ):
+        bar = Bars()
+        t = trainer(enable_progress_bar=True, callbacks=[bar], **limits)
+        t.fit(Prints(), loader(), loader(6))
+        t.validate(Prints(), loader(6), verbose=False)
+        t.test(Prints(), loader(), verbose=False)
+        t.predict(Prints(), loader(8))
+        found.append((bar.found, bar.train_progress_bar.n, bar.train_progress_bar.total))
+    return found
+
+
+@row
+def s20_a_bar_with_rate_0_stays_hidden():
+    found = []
+    for kind in (TQDMProgressBar, pl.callbacks.RichProgressBar):
+        bar = kind(refresh_rate=0)
+        found.append(bar.is_enabled)
+        bar.enable()
+        found.append(bar.is_enabled)
+        bar = kind()
+        bar.disable()
+        found.append(bar.is_enabled)
+        bar.enable()
+        found.append(bar.is_enabled)
+    return found, type(pl.callbacks.RichProgressBar().theme).__name__
+
+
+@row
+def s21_two_bars():
+    try:
+        trainer(enable_progress_bar=True, callbacks=[TQDMProgressBar(), pl.callbacks.RichProgressBar()])
+    except Exception:
+        return "refused"
+    return "taken"
+
+
+@row
+def s22_backward_by_the_strategy():
+    found = []
+
+    class Own(Manual):
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.trainer.strategy.backward(self.layer(batch).sum(), optimizer)
+            found.append(self.layer.bias.grad.tolist())
+            optimizer.step()
+
+    t = trainer()
+    t.fit(Own(), loader())
+    return found, t.strategy.launcher
+
+
+@row
+def s23_how_many_weights_are_averaged():
+    found = []
+    averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2)
+
+    class Watch(pl.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            count = averaging.n_averaged
+            found.append((averaging.swa_start, averaging.swa_end, None if count is None else count.item()))
+
+    trainer(max_epochs=4, callbacks=[averaging, Watch()]).fit(Model(), loader())
+    return found
+
+
 def late(*_):
     raise TimeoutError("hangs")
 

@@ -35,8 +35,15 @@ class LightningsBar(ProgressBar):
                 f"{type(self).__name__}.{overridden[0]} is not called: neither tqdm nor rich draws the bar; "
                 "override get_metrics to change the values beside it"
             )
-        if refresh_rate == 0:
-            self.disable()
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether bars are shown: never with ``refresh_rate=0``."""
+        return self._enabled and self.refresh_rate > 0
+
+    @is_enabled.setter
+    def is_enabled(self, enabled: bool) -> None:
+        self._enabled = enabled
 
     @property
     def refresh_rate(self) -> int:  # a subclass may override it by a property too

@@ -30,7 +30,7 @@ class RichProgressBar(LightningsBar):
     Args:
         refresh_rate: 0 switches the bar off; other values change nothing.
         leave: changes nothing: every epoch leaves its line.
-        theme: changes nothing.
+        theme: is kept as an attribute, and changes nothing.
         console_kwargs: changes nothing.
         refresh_rate_hz: the largest number of refreshes per second.
 
@@ -50,3 +50,4 @@ class RichProgressBar(LightningsBar):
         refresh_rate_hz: float = 4.0,
     ) -> None:
         super().__init__(refresh_rate, refresh_rate_hz)
+        self.theme = RichProgressBarTheme() if theme is None else theme

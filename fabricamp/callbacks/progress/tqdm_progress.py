@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from fabricamp._utils.say_once import say_once
+from fabricamp.callbacks._renderers import Task
 from fabricamp.callbacks.progress.lightnings_bar import LightningsBar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fabricamp._utils.types import StateDict
-    from fabricamp.callbacks._renderers import Task
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -25,7 +26,9 @@ class ShownBar:
 
     @property
     def _task(self) -> Task | None:
-        return self._bar._train if self._trains else self._bar._evaluation
+        """The task that is shown, or the last one that was: its numbers stay."""
+        shown = self._bar._train if self._trains else self._bar._evaluation
+        return shown or self._bar._ended.get(self._trains)
 
     @property
     def disable(self) -> bool:
@@ -131,6 +134,8 @@ class TQDMProgressBar(LightningsBar):
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
         self.process_position = process_position
         self._postfix: Mapping[str, Any] = {}
+        self._ended: dict[bool, Task] = {}
+        """The last task of training (True) and of an evaluation (False) that has ended."""
         super().__init__(refresh_rate, 4.0)
 
     def get_metrics(self, trainer: Trainer, pl_module: TrainingModule) -> dict[str, Any]:
@@ -139,3 +144,34 @@ class TQDMProgressBar(LightningsBar):
 
     def __getstate__(self) -> StateDict:
         return {**super().__getstate__(), "_own_bars": {}}  # bars do not pickle
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Writes the epoch's line."""
+        task = self._train
+        super().on_train_epoch_end(trainer, pl_module)
+        if task is not None:
+            self._ended[True] = task
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Closes the bar and writes its line."""
+        self._keep_evaluation()
+        super().on_validation_end(trainer, pl_module)
+
+    def on_test_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Writes the run's line."""
+        self._keep_evaluation()
+        super().on_test_end(trainer, pl_module)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Writes the run's line."""
+        self._keep_evaluation()
+        super().on_predict_end(trainer, pl_module)
+
+    def _keep_evaluation(self) -> None:
+        """Keeps a task of the last loader, which is done: the shown one was last moved at a refresh."""
+        if self._evaluation is not None:
+            task = Task(self._evaluation.label)
+            total = self._totals[-1] if self._totals else 0
+            task.total = int(total) if math.isfinite(total) else None
+            task.done = task.total or self._evaluation.done
+            self._ended[False] = task
