@@ -61,17 +61,15 @@ def main() -> None:
 
 
 def report(accuracy: float, checkpoint: str, logs: str, precision: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"Handwritten digits, {precision}", show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("test accuracy", f"{accuracy:.2%}")
-    table.add_row("best checkpoint", shown(checkpoint))
-    table.add_row("TensorBoard logs", shown(logs))
-    table.add_row("open them with", f"{shown(Path(sys.executable).with_name('tensorboard'))} --logdir {shown(logs)}")
-    Console().print(table)
+    print("", f"Handwritten digits, {precision}", sep="\n")
+    rows = {
+        "test accuracy": f"{accuracy:.2%}",
+        "best checkpoint": shown(checkpoint),
+        "TensorBoard logs": shown(logs),
+        "open them with": f"{shown(Path(sys.executable).with_name('tensorboard'))} --logdir {shown(logs)}",
+    }
+    for label, value in rows.items():
+        print(f"  {label:18}{value}")
 
 
 def tell_what_is_next(logs: str) -> None:

@@ -89,18 +89,16 @@ def main() -> None:
 
 
 def report(title: str, loss: float, tokens_per_second: float, checkpoint: str, logs: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("test loss", f"{loss:.3f} nats per byte")
-    table.add_row("tokens/s", f"{tokens_per_second:.0f}")
-    table.add_row("checkpoint", shown(checkpoint))
-    table.add_row("TensorBoard logs", shown(logs))
-    table.add_row("open them with", f"{shown(Path(sys.executable).with_name('tensorboard'))} --logdir {shown(logs)}")
-    Console().print(table)
+    print("", title, sep="\n")
+    rows = {
+        "test loss": f"{loss:.3f} nats per byte",
+        "tokens/s": f"{tokens_per_second:.0f}",
+        "checkpoint": shown(checkpoint),
+        "TensorBoard logs": shown(logs),
+        "open them with": f"{shown(Path(sys.executable).with_name('tensorboard'))} --logdir {shown(logs)}",
+    }
+    for label, value in rows.items():
+        print(f"  {label:18}{value}")
 
 
 def shown(path: Path | str) -> str:

@@ -192,11 +192,13 @@ class ProgressBar(Callback):
     # -- start and end -------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Resets the bar."""
+        """Resets the bar; disables it on other ranks than 0, where a subclass that draws must not either."""
         super().setup(trainer, pl_module, stage)
         self._trainer = trainer
         self._close(keep=False)
         self._stage = stage
+        if not trainer.is_global_zero:
+            self.disable()
 
     def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Releases the terminal."""

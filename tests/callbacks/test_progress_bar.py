@@ -773,3 +773,17 @@ def test_a_module_prints_by_the_bar_that_is_shown(capsys):
             bar.disable()
         quiet_trainer(max_steps=1, callbacks=bar).fit(Prints(), loader(8))
         assert capsys.readouterr().out == lines
+
+
+def test_bars_of_other_ranks_are_disabled_as_are_those_of_subclasses_that_draw():
+    class Draws(ProgressBar):
+        shown = True
+
+        def disable(self):
+            self.shown = False
+
+    for rank, shows in ((0, True), (1, False)):
+        bar, own = TQDMProgressBar(), Draws()
+        for one in (bar, own):
+            one.setup(stand_in(is_global_zero=rank == 0), None, "fit")
+        assert (bar.is_enabled, own.shown) == (shows, shows)

@@ -89,7 +89,7 @@ def run(*arguments):
 
 def cell(output, label):
     """Returns the value beside ``label`` in the final table, which must have the label exactly once."""
-    (value,) = re.findall(rf"│ {re.escape(label)} +│ (.*?) +│", output)
+    (value,) = re.findall(rf"(?:^|│) *{re.escape(label)} +(?:│ )?(.*?) *│?$", output, re.MULTILINE)
     return value
 
 

@@ -108,8 +108,8 @@ def main() -> None:
         LearningRateMonitor(),
         Notes(),
         RichProgressBar(),
-        DeepBar(),
     ]
+    _: Callback = DeepBar()
     loggers: list[Logger] = [CSVLogger("runs"), TensorBoardLogger("runs"), DummyLogger()]
     trainer = Trainer(
         max_epochs=1,
