@@ -1,6 +1,7 @@
 """Compares the optimizer step and the complete update with torch's: share of the copy bandwidth, GPU ms, wall ms, host us.
 
-    python benchmarks/optimizers.py [--sets resnet50,gpt2,gpt-1.3b] [--only adam] [--out results.json] [--cpu]
+    python benchmarks/optimizers.py [--sets resnet50,gpt2,gpt-1.3b] [--only adam] [--rows "update O5"]
+        [--out results.json] [--cpu]
 
 GPU ms: events around steps that were queued after a sleeping kernel, so launch gaps do not count.  Wall ms: steps back to
 back, as in a loop.  Host us: the time to queue a step while the GPU sleeps (a step that waits for the GPU shows "waits").
@@ -18,6 +19,7 @@ import re
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,7 +34,7 @@ from fabricamp.precision import Clip, OptLevel
 from fabricamp.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 def resnet50() -> list[tuple[int, ...]]:
@@ -304,13 +306,23 @@ def parameters(shapes: list[tuple[int, ...]], device: str = "cuda") -> list[nn.P
     return made
 
 
-def step_rows(case: Case, shapes: list[tuple[int, ...]]) -> dict[str, Result]:
-    repeat = 50 if sum(map(torch.Size.numel, map(torch.Size, shapes))) < 5e8 else 10
-    rows = {"ours": measure(case.ours(parameters(shapes)).step, repeat)}
+Rows = dict[str, "Callable[[], Result | None]"]
+"""What measures each row; None: it cannot be measured here."""
+
+
+def repeats(shapes: list[tuple[int, ...]]) -> int:
+    return 50 if sum(map(torch.Size.numel, map(torch.Size, shapes))) < 5e8 else 10
+
+
+def step_rows(case: Case, shapes: list[tuple[int, ...]]) -> Rows:
+    def of_steps(make: Callable[..., Any], **how: bool) -> Result:
+        return measure(make(parameters(shapes), **how).step, repeats(shapes))
+
+    rows: Rows = {"ours": lambda: of_steps(case.ours)}
     if case.torchs is not None:
-        rows["torch foreach"] = measure(case.torchs(parameters(shapes), foreach=True).step, repeat)
+        rows["torch foreach"] = partial(of_steps, case.torchs, foreach=True)
         if case.fused:
-            rows["torch fused"] = measure(case.torchs(parameters(shapes), fused=True).step, repeat)
+            rows["torch fused"] = partial(of_steps, case.torchs, fused=True)
     return rows
 
 
@@ -385,47 +397,48 @@ OTHERS = {
 OTHERS_BYTES = 20
 
 
-def of_others(shapes: list[tuple[int, ...]], repeat: int) -> dict[str, Result]:
-    """Measures the 8-bit AdamW of packages that are installed, after torch's clipping."""
-    rows = {}
-    for row, (package, name) in OTHERS.items():
-        try:
-            make = getattr(importlib.import_module(package), name)
-        except ImportError as error:
-            print(f"{row}: not measured ({error})")
-            continue
-        own = parameters(shapes)
-        optimizer = make(own, lr=1e-4, weight_decay=0.01)
+def of_other(row: str, shapes: list[tuple[int, ...]]) -> Result | None:
+    """Measures the 8-bit AdamW of another package, if it is installed, after torch's clipping."""
+    package, name = OTHERS[row]
+    try:
+        make = getattr(importlib.import_module(package), name)
+    except ImportError as error:
+        print(f"{row}: not measured ({error})")
+        return None
+    own = parameters(shapes)
+    optimizer = make(own, lr=1e-4, weight_decay=0.01)
 
-        def step(own: list[nn.Parameter] = own, optimizer: Any = optimizer) -> None:
-            torch.nn.utils.clip_grad_norm_(own, 1.0)
-            optimizer.step()
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(own, 1.0)
+        optimizer.step()
 
-        rows[row] = measure(step, repeat)
-        del own, optimizer, step
-        torch.cuda.empty_cache()
-    return rows
+    return measure(step, repeats(shapes))
 
 
-def update_rows(case: Case, shapes: list[tuple[int, ...]]) -> dict[str, Result]:
+def update_rows(case: Case, shapes: list[tuple[int, ...]]) -> Rows:
     if case.extra is None:
         return {}
-    repeat = 50 if sum(map(torch.Size.numel, map(torch.Size, shapes))) < 5e8 else 10
-    rows = {f"{level} ours": through_precision(level, case, shapes, repeat) for level in ("O1", "O2", "O5")}
+    repeat = repeats(shapes)
+    rows: Rows = {
+        f"{level} ours": partial(through_precision, level, case, shapes, repeat) for level in ("O1", "O2", "O5")
+    }
     for row, make, _ in case.compact:
-        rows[row] = through_precision(row[:2], case._replace(ours=make), shapes, repeat)
+        rows[row] = partial(through_precision, row[:2], case._replace(ours=make), shapes, repeat)
     if case is CASES["adam"]:
-        rows |= of_others(shapes, repeat)
+        rows |= {row: partial(of_other, row, shapes) for row in OTHERS}
     if case.torchs is not None and case.fused:
-        rows["O1 GradScaler, clip, torch fused"] = with_grad_scaler(case, shapes, repeat, clip=True)
-        rows["O1 GradScaler, torch fused, no clip"] = with_grad_scaler(case, shapes, repeat, clip=False)
-        rows["O2 as apex, torch's operations"] = apex_pattern(case, shapes, repeat)
+        rows["O1 GradScaler, clip, torch fused"] = partial(with_grad_scaler, case, shapes, repeat, clip=True)
+        rows["O1 GradScaler, torch fused, no clip"] = partial(with_grad_scaler, case, shapes, repeat, clip=False)
+        rows["O2 as apex, torch's operations"] = partial(apex_pattern, case, shapes, repeat)
     return rows
 
 
-def table(name: str, kind: str, rows: dict[str, Result], elements: int, case: Case, bandwidth: float) -> list[dict]:
-    made = []
-    for row, result in rows.items():
+def measured(name: str, kind: str, rows: Rows, elements: int, case: Case, bandwidth: float) -> Iterator[dict[str, Any]]:
+    for row, of_row in rows.items():
+        result = of_row()
+        torch.cuda.empty_cache()
+        if result is None:
+            continue
         moved = case.floor + (case.extra or {}).get(row[:2], 0) if kind == "update" else case.floor
         moved = next(
             (own for compact, _, own in case.compact if compact == row), OTHERS_BYTES if row in OTHERS else moved
@@ -435,8 +448,7 @@ def table(name: str, kind: str, rows: dict[str, Result], elements: int, case: Ca
         print(
             f"{name:13} {kind:7} {row:36} {result.gpu_ms:8.3f} {result.wall_ms:8.3f} {host:>7} {share:6.0%}", flush=True
         )
-        made.append({"set": name, "kind": kind, "row": row, **result._asdict(), "share_of_copy": round(share, 4)})
-    return made
+        yield {"set": name, "kind": kind, "row": row, **result._asdict(), "share_of_copy": round(share, 4)}
 
 
 def on_gpu(arguments: argparse.Namespace, found: dict) -> None:
@@ -449,13 +461,12 @@ def on_gpu(arguments: argparse.Namespace, found: dict) -> None:
         for name in arguments.sets.split(","):
             shapes = SETS[name]()
             elements = sum(torch.Size(shape).numel() for shape in shapes)
-            made = table(name, "step", step_rows(case, shapes), elements, case, bandwidth)
-            torch.cuda.empty_cache()
-            made += table(name, "update", update_rows(case, shapes), elements, case, bandwidth)
-            torch.cuda.empty_cache()
             about = {"optimizer": optimizer, "elements": elements, "tensors": len(shapes)}
-            found["rows"] += [{**about, **row} for row in made]
-            write(found, arguments.out)
+            for kind, rows in (("step", step_rows(case, shapes)), ("update", update_rows(case, shapes))):
+                wanted = {row: of_row for row, of_row in rows.items() if re.search(arguments.rows, f"{kind} {row}")}
+                for result in measured(name, kind, wanted, elements, case, bandwidth):
+                    found["rows"].append({**about, **result})
+                    write(found, arguments.out)
 
 
 def on_cpu(arguments: argparse.Namespace, found: dict) -> None:
@@ -482,7 +493,7 @@ def on_cpu(arguments: argparse.Namespace, found: dict) -> None:
 
 
 def write(found: dict, out: Path | None) -> None:
-    """Writes the results; called after every part, so that an interrupted run keeps them."""
+    """Writes the results; called after every row, so that an interrupted run keeps them."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(found, indent=1) + "\n")
@@ -492,6 +503,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sets", default="resnet50,gpt2,gpt-1.3b,1000 tensors")
     parser.add_argument("--only", default=",".join(CASES))
+    parser.add_argument("--rows", default="", help="a regular expression of the rows, such as 'update O5|torchao'")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--cpu", action="store_true")
     arguments = parser.parse_args()
