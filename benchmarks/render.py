@@ -214,6 +214,40 @@ def linear_cross_entropy(result):
     return "\n\n".join([f"## Losses without stored logits on {result['device']}", about, table(head, rows)])
 
 
+def titan(result):
+    """Llama 3 8B by torchtitan and by the Trainer."""
+    peers = {row["way"].endswith("fp8"): row for row in result["rows"] if row["way"].startswith("torchtitan")}
+
+    def beside(row, name, form):
+        peer = peers.get(row["way"].endswith("fp8"))
+        ratio = "" if peer is None or peer is row else f" ({row[name] / peer[name]:.2f} x)"
+        return f"{row[name]:{form}}{ratio}"
+
+    rows = [
+        [
+            row["way"],
+            beside(row, "tokens_s_gpu", ",.0f"),
+            f"{row['step_ms']:.1f} ({' to '.join(f'{one:.1f}' for one in row['step_quartiles_ms'])})",
+            beside(row, "allocated_gib", ".1f"),
+            beside(row, "reserved_gib", ".1f"),
+            beside(row, "device_gib", ".1f"),
+            ", ".join(f"{one:.3f}" for one in (*row["losses"][:3], row["losses"][-1])),
+        ]
+        for row in result["rows"]
+    ]
+    about = (
+        f"torchtitan {result['torchtitan']}'s own `Transformer`, {result['batch']} x {result['length']} tokens, compiled blocks, "
+        "AdamW, clipped at norm 1,\n"
+        "expandable segments. `fabricamp` is `FSDP([TransformerBlock])` at O5 with torch's loss, `head` has\n"
+        "`FusedLinearCrossEntropy` and embedding and head as units, `fp8` are FP8 products and gathers on both sides.\n"
+        f"Rows with and without FP8 are of two hosts; each way is one run of {result['steps']} steps. Medians of a step with\n"
+        "quartiles; GiB at the peak: what torch allocated and reserved, and what was in use on the device. Losses of\n"
+        "steps 1, 2, 3 and the last; first values are other numbers of the same distributions."
+    )
+    head = ["way", "tokens/s a GPU", "step ms", "allocated", "reserved", "in use", "losses"]
+    return f"## Llama 3 8B beside torchtitan, {result['device']}\n\n{about}\n\n{table(head, rows)}"
+
+
 NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm", "cross_entropy": "Cross-entropy"}
 
 
@@ -976,6 +1010,7 @@ RENDERERS = {
     "loop": loop,
     "loop_ranks": loop_ranks,
     "fsdp": fsdp,
+    "titan": titan,
     "compiled_ranks": compiled_ranks,
 }
 """Keyed by the first part of a result file's name, before ``-``."""

@@ -139,6 +139,20 @@ def fsdp(result):
     return [[what, ours, beside, where(result)]]
 
 
+def titan(result):
+    """Returns a row for bf16 and one for FP8."""
+    rows = {
+        row["way"]: f"{row['tokens_s_gpu']:,} tokens/s a GPU, {row['reserved_gib']:.1f} GiB" for row in result["rows"]
+    }
+    what = "Llama 3 8B by torchtitan's own model code, 1 x 8192 tokens, compiled blocks"
+    found = []
+    for kind, name in (("", ""), (" fp8", ", FP8")):
+        ours, theirs = rows.get(f"fabricamp{kind}"), rows.get(f"torchtitan{kind}")
+        if ours and theirs:
+            found.append([what + name, ours, f"torchtitan {result['torchtitan']}: {theirs}", where(result)])
+    return found
+
+
 def gpu_and_wall(row):
     return f"{row['gpu_ms']:.2f} ms on the GPU, {row['wall_ms']:.1f} ms in all"
 
@@ -155,6 +169,7 @@ KINDS = {
     "end_to_end": end_to_end,
     "fastest": fastest,
     "fsdp": fsdp,
+    "titan": titan,
     "syncbn": syncbn,
     "cross_entropy": cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
