@@ -278,7 +278,7 @@ class GradientScales:
             self._notes[memory] = _Note(
                 memory.parameters, parameters, references, list(map(_version, gradients)), number
             )
-        self.may_differ |= unscaled
+            self.may_differ |= unscaled and bool(parameters)
 
     def move(self, memories: Sequence[GradientMemory]) -> None:
         """Notes that the scale may move now; the gradients of ``memories``, all there are, are left with that of before."""
@@ -323,6 +323,8 @@ class GradientScales:
             if note.number == self._number:
                 continue
             del self._notes[memory]
+            if all(map(operator.is_, map(_grad, note.parameters), repeat(None))):
+                continue
             kept: dict[Tensor, _Seen] = {}
             for parameter, gradient, version in zip(note.parameters, note.gradients, note.versions, strict=True):
                 seen = _Seen(gradient, version)
