@@ -86,10 +86,14 @@ class Outputs(Callback):
     def __init__(self):
         self.outputs = []
         self.sizes = []
+        self.samples = []
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.outputs.append(outputs)
         self.sizes.append(len(batch[0]))
+
+    def on_train_epoch_end(self, trainer, module):
+        self.samples.append(float(trainer.callback_metrics["samples"]))
 
 
 def trained(most, *, where="forward", form="mean", batch_size=8, **options):
@@ -99,6 +103,9 @@ def trained(most, *, where="forward", form="mean", batch_size=8, **options):
     options = {"max_epochs": 2, "log_every_n_steps": 1, "on_out_of_memory": "halve", "callbacks": [outputs], **options}
     trainer = quiet_trainer(**options)
     trainer.fit(net, DataLoader(data(), batch_size=batch_size))
+    if outputs in trainer.callbacks:
+        assert max(outputs.sizes) == batch_size  # hooks get whole batches
+        assert outputs.samples == [21.0, 21.0]
     return net, trainer, outputs.outputs
 
 

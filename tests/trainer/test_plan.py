@@ -63,7 +63,7 @@ def test_the_peak_is_what_an_h200_has_taken(level, run):
     module = Words(make, partial(torch.optim.AdamW, lr=1e-4, fused=True))
     batches = words(sizes["batch"], sizes["context"], sizes["vocabulary"])
     plan = quiet_trainer(precision=level, max_steps=1, gradient_clip_val=1.0).plan(module, batches, card="H200")
-    assert plan.peak_allocated / GIB == pytest.approx(peak, rel=0.005)
+    assert plan.peak_allocated / GIB == pytest.approx(peak, rel=0.001)
     assert plan.peak_allocated <= plan.peak_reserved < 1.15 * plan.peak_allocated
     assert sum(plan.parts.values()) == plan.peak_allocated
 
@@ -72,38 +72,93 @@ def tiny(**more):
     return GPT(96, context=32, layers=2, width=32, heads=2, **more)
 
 
-def test_compiled_blocks_keep_what_torchs_partition_keeps():
-    """Bytes between forward and backward of a block: of the plan's program, and of torch.compile with real tensors."""
-    from fabricamp.engine.planning.compiled import CompiledBlocks
+def requests(run, *inputs):
+    """Returns the bytes that ``run`` leaves in memory for its backward, and its output."""
     from fabricamp.engine.planning.tracing import FakeTensorMode, Recorder, as_on_a_gpu
 
-    def block():
-        return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64), nn.Tanh())
-
-    kept = {}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    real = block()
-    x = torch.randn(128, 64, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = torch.compile(real, backend="aot_eager_decomp_partition")(x)
-    own = {one.untyped_storage().data_ptr() for one in (*real.parameters(), x)}
-    expected = sum(size for address, size in kept.items() if address not in own)
-    expected += 0 if output.untyped_storage().data_ptr() in kept else output.untyped_storage().nbytes()
-    torch.compiler.reset()
     with FakeTensorMode():
-        traced = block()
-        x = torch.randn(128, 64, requires_grad=True)
-        recorder = Recorder([*traced.parameters(), x])
-        CompiledBlocks(recorder).put_on([traced])
-        with as_on_a_gpu(), recorder:
-            output = traced(x)
-            live = dict(recorder.events)
-            del output
-    assert sum(live.values()) == expected
+        tensors = [torch.empty(shape, dtype=dtype, requires_grad=dtype.is_floating_point) for shape, dtype in inputs]
+        recorder = Recorder(tensors)
+        with as_on_a_gpu(), recorder, torch.autocast("cpu", torch.bfloat16):
+            output = run(*tensors)
+        return sum(dict(recorder.events).values()), output
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: F.layer_norm(x, (32,)),
+        lambda x: x.softmax(-1),
+        lambda x: x.pow(2),
+        lambda x: x.sum(0),
+        lambda x: F.group_norm(x, 4),
+        lambda x: F.rms_norm(x, (32,)),
+        lambda x: F.mse_loss(x, x.detach(), reduction="none"),
+    ],
+)
+def test_autocast_widens_what_a_gpus_does(run):
+    _, output = requests(run, ((16, 32), torch.bfloat16))
+    assert output.dtype is torch.float32
+
+
+def test_operations_keep_what_they_keep_on_a_gpu():
+    half = torch.bfloat16
+    elements = 4 * 8 * 64 * 32
+    kept, _ = requests(lambda x: F.dropout(x, 0.1), ((4, 8, 64, 32), half))
+    assert kept == 2 * elements + elements  # the output, and a mask of bytes
+    attend = partial(F.scaled_dot_product_attention, is_causal=True, dropout_p=0.1)
+    kept, _ = requests(attend, *[((4, 8, 64, 32), half)] * 3)
+    assert kept == 2 * elements + 4 * 4 * 8 * 64  # the output, and a number a row
+    biased = F.scaled_dot_product_attention
+    kept, output = requests(biased, *[((4, 8, 64, 32), half)] * 3, ((1, 8, 64, 64), half))
+    assert kept == 2 * elements + 4 * 4 * 8 * 64
+    kept, _ = requests(lambda x: F.rms_norm(x, (32,)), ((4, 8, 64, 32), torch.float32))
+    assert kept == 4 * elements + 4 * 4 * 8 * 64
+
+    def recurrent(x):
+        return nn.LSTM(32, 48, 2, batch_first=True)(x)  # made without values, as all of a plan
+
+    kept, (output, _) = requests(recurrent, ((4, 64, 32), torch.float32))
+    assert output.shape == (4, 64, 48)
+    assert kept > 6 * 2 * 4 * 64 * 48 * 2  # gates of two layers, in half precision
+
+
+class Cached(nn.Module):
+    """A block that keeps its input in an object among its arguments, as caches of keys do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(32, 32)
+
+    def forward(self, x, cache=None, scale=1.0):
+        cache.kept = x if cache.kept is None else cache.kept + x
+        return self.net(cache.kept) * scale
+
+
+class Cache:
+    kept = None
+
+
+class Stack(TrainingModule):
+    def __init__(self, kind):
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for _ in range(3))
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for block in self.blocks:
+            x = block(x, cache=Cache(), scale=2.0)
+        return x.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_blocks_take_objects_among_their_arguments():
+    batches = DataLoader(TensorDataset(torch.zeros(8, 32)), batch_size=8)
+    plan = quiet_trainer(max_steps=1, compile="blocks").plan(Stack(Cached), batches, card="T4")
+    assert plan.notes == []
+    assert any("compiled" in name for name, _ in plan.largest)
 
 
 def test_blocks_take_less_than_eager_ones_and_a_second_micro_batch_takes_gradients_more():

@@ -6,6 +6,7 @@ those count whose result is read by something that is not fused, or leaves the g
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -14,6 +15,7 @@ from torch.func import functional_call
 
 from fabricamp._utils.containers import tensors_within
 from fabricamp.engine.planning.tracing import tracing_program
+from fabricamp.precision.casting import cast_tensors
 from fabricamp.torch_private import compiled_in_two_parts
 
 if TYPE_CHECKING:
@@ -41,8 +43,10 @@ class CompiledBlocks:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._programs: dict[type, Callable[..., Any]] = {}
+        self._programs: dict[object, Callable[..., Any] | None] = {}
         self._first: dict[type, nn.Module] = {}
+        self.uncompiled: set[str] = set()
+        """Names of classes whose calls could not be traced, which run eagerly."""
 
     def put_on(self, blocks: Sequence[nn.Module]) -> None:
         """Makes the calls of ``blocks`` run their programs."""
@@ -51,22 +55,39 @@ class CompiledBlocks:
             vars(block)["_compiled_call_impl"] = _Call(self, block)
 
     def run(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Runs the program of the block's class with the block's own tensors."""
-        first = self._first[type(block)]
-        program = self._programs.get(type(block))
-        if program is None:
+        """Runs the program of the block's class with the block's own tensors; eagerly if that could not be traced."""
+        given = list(tensors_within((args, kwargs)))
+        own = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+        key = (type(block), tuple((one.shape, one.dtype, one.requires_grad) for one in (*given, *own.values())))
+        if key not in self._programs:
+            self._programs[key] = compiled_in_two_parts(self._call(type(block), args, kwargs), self._executed)
+        program = self._programs[key]
+        if program is not None:
+            try:
+                with tracing_program(), self._recorder.silent():
+                    return program(own, given)
+            except (RuntimeError, AssertionError, TypeError, ValueError, AttributeError, NotImplementedError):
+                self._programs[key] = None
+                self.uncompiled.add(type(block).__name__)
+        return _uncompiled(block, args, kwargs)
 
-            def call(tensors: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
-                held = vars(first).pop("_compiled_call_impl")
-                try:
-                    return functional_call(first, tensors, args, kwargs)
-                finally:
-                    vars(first)["_compiled_call_impl"] = held
+    def _call(self, kind: type, args: Any, kwargs: Any) -> Callable[..., Any]:
+        """Returns a function of a block's own tensors and those among its arguments; all other arguments are constants."""
+        first = self._first[kind]
 
-            program = compiled_in_two_parts(call, self._executed)
-            self._programs[type(block)] = program
-        with tracing_program():
-            return program({**dict(block.named_parameters()), **dict(block.named_buffers())}, args, kwargs)
+        def call(own: dict[str, Tensor], given: list[Tensor]) -> Any:
+            # Copies of the others: a cache of keys would keep what belongs to the trace.
+            places = list(tensors_within((args, kwargs)))
+            copied = copy.deepcopy((args, kwargs), {id(one): one for one in places})
+            tensors = iter(given)
+            new_args, new_kwargs = cast_tensors(copied, lambda _: next(tensors), None)
+            held = vars(first).pop("_compiled_call_impl")
+            try:
+                return functional_call(first, own, new_args, new_kwargs)
+            finally:
+                vars(first)["_compiled_call_impl"] = held
+
+        return call
 
     def _executed(self, graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
         recorder = self._recorder
@@ -89,6 +110,14 @@ class _Call:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._blocks.run(self._module, args, kwargs)
+
+
+def _uncompiled(block: nn.Module, args: Any, kwargs: Any) -> Any:
+    held = vars(block).pop("_compiled_call_impl")
+    try:
+        return block(*args, **kwargs)
+    finally:
+        vars(block)["_compiled_call_impl"] = held
 
 
 class _Fused(fx.Interpreter):

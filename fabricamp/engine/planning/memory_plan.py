@@ -33,7 +33,7 @@ from fabricamp.precision.casting import cast_tensors
 from fabricamp.rng import isolate_rng
 from fabricamp.state import Scope, TrainerFn
 from fabricamp.strategies.base import Strategy
-from fabricamp.torch_private import storage_key, without_dispatch_modes
+from fabricamp.torch_private import TorchDispatchMode, storage_key, without_dispatch_modes
 
 if TYPE_CHECKING:
     from fabricamp.compilation import Compile
@@ -122,7 +122,12 @@ def plan_memory(trainer: Trainer, module: TrainingModule, source: GivenData, car
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with _as_single_on_cpu(trainer, module) as compiled, isolate_rng(), _left_as_it_is(module):
         _take_memory_away(module, mode)
-        with _real_scales(), mode, trainer._runner.session_of(TrainerFn.FITTING, module, source) as session:
+        with (
+            _real_scales(),
+            mode,
+            _Unedited() as unedited,
+            trainer._runner.session_of(TrainerFn.FITTING, module, source) as session,
+        ):
             session.run_summary.is_trial = True
 
             def configure(*, filled_later: bool) -> None:  # noqa: ARG001 - as the session's own, which gives first values
@@ -132,7 +137,7 @@ def plan_memory(trainer: Trainer, module: TrainingModule, source: GivenData, car
             session._configure_model = configure  # type: ignore[method-assign]
             session.attach()
             session.open(None, None)
-            traced = _Traced(session, mode, compiled)
+            traced = _Traced(session, mode, compiled, unedited)
     return _placed(traced, chosen, strategy, world_size, graph=graph)
 
 
@@ -150,6 +155,20 @@ def _real_scales() -> Iterator[None]:
         yield
     finally:
         level.scale_for = make
+
+
+class _Unedited(TorchDispatchMode):
+    """Tells a precision, which compares half weights with their masters at the ends of a session, that they are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.holds = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Returns True for a comparison of tensors without values; runs all else."""
+        if self.holds and func is torch.ops.aten.equal.default:
+            return True
+        return func(*args, **(kwargs or {}))
 
 
 class _WithoutMemory(Strategy):
@@ -221,7 +240,7 @@ def _without_memory(tensor: Tensor, mode: Any) -> Tensor:
 class _Traced:
     """One training step without values: its requests, and what stays from step to step."""
 
-    def __init__(self, session: Session, mode: Any, compiled: Compile | None) -> None:
+    def __init__(self, session: Session, mode: Any, compiled: Compile | None, unedited: _Unedited) -> None:
         module = session.module
         self.settings = session.settings
         with without_dispatch_modes():
@@ -258,10 +277,15 @@ class _Traced:
         self.unit = _largest_unit(module)
         self.parts = session
         self.batches: list[int] = []
-        self.compiled = compiled
+        blocks = CompiledBlocks(self.recorder)
+        self.uncompiled = blocks.uncompiled
         if compiled is not None:
-            CompiledBlocks(self.recorder).put_on(repeated_blocks(module))
-        self._run(session)
+            blocks.put_on(repeated_blocks(module))
+        unedited.holds = False  # the user's own comparisons need values
+        try:
+            self._run(session)
+        finally:
+            unedited.holds = True
 
     def _run(self, session: Session) -> None:
         module = session.module
@@ -384,7 +408,8 @@ def _placed(traced: _Traced, card: Card, strategy: Strategy, world_size: int, *,
         notes.append("fsdp: shards are exact; what is gathered and exchanged for a unit is an estimate")
     placement = _Placement()
     recorder = traced.recorder
-    gradient_sizes = [size for number, size in recorder.events if size and number in _left(recorder)]
+    left = _left(recorder) - set(traced.batches)
+    gradient_sizes = [size for number, size in recorder.events if size and number in left]
     parts = {
         "weights": placement.keep(int(size * share) for size in traced.weights),
         "buffers": placement.keep(traced.buffers),
@@ -402,7 +427,7 @@ def _placed(traced: _Traced, card: Card, strategy: Strategy, world_size: int, *,
         parts["batches ahead"] = placement.keep(sizes * traced.settings.prefetch_batches)
     placement.run(recorder.events)
     if traced.settings.accumulates and not traced.sums:
-        placement.run_again(recorder.events, _left(recorder))
+        placement.run_again(recorder.events, left)
     parts["optimizer states"] = placement.keep(int(size * share) for size in traced.states)
     peak = placement.allocator.peak_allocated
     for sizes in traced.temporaries:
@@ -412,10 +437,9 @@ def _placed(traced: _Traced, card: Card, strategy: Strategy, world_size: int, *,
     peak = placement.allocator.peak_allocated
     placement.run(recorder.events)
     if traced.settings.accumulates and not traced.sums:
-        placement.run_again(recorder.events, _left(recorder))
+        placement.run_again(recorder.events, left)
     updates = updates and placement.allocator.peak_allocated == peak
     kept = sum(parts.values())
-    left = _left(recorder)
     gradients = sum(size for number, size in placement.at_peak.items() if number in left)
     whole = placement.allocator.peak_allocated
     if share < 1:  # gradients of a unit are reduced to shards as soon as they are there
@@ -427,6 +451,9 @@ def _placed(traced: _Traced, card: Card, strategy: Strategy, world_size: int, *,
         ((recorder.what[number % _LATER], size) for number, size in placement.at_peak.items()), key=lambda one: -one[1]
     )[:3]
     notes += [f"{name}: states of twice its parameters are assumed" for name in traced.unknown]
+    notes += [
+        f"compile: calls of {name} could not be traced, and are planned as eager ones" for name in traced.uncompiled
+    ]
     if graph:
         notes.append("cuda_graph: a graph's pool keeps the memory of a step; eager steps before the capture borrow it")
     if updates:
@@ -457,7 +484,7 @@ def _placed(traced: _Traced, card: Card, strategy: Strategy, world_size: int, *,
 
 
 def _left(recorder: Recorder) -> set[int]:
-    """Returns the numbers of storages that a step leaves: its gradients."""
+    """Returns the numbers of storages that a step leaves: its gradients, and its batch."""
     begun = {number for number, size in recorder.events if size}
     return begun - {number for number, size in recorder.events if not size}
 

@@ -143,7 +143,29 @@ def _attention(
     enable_gqa: bool = False,  # noqa: ARG001
 ) -> Tensor:
     """Fused attention, which keeps its inputs, its output and one number a row: the host's has the same form as a GPU's."""
+    if attn_mask is not None and attn_mask.requires_grad:  # a learned bias
+        result: Tensor = _BiasedAttention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+        return result
     return fused_attention(query, key, value, is_causal=is_causal, mask=attn_mask, scale=scale)
+
+
+class _BiasedAttention(torch.autograd.Function):
+    """Fused attention with a bias that has a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        batch, heads, rows, _ = query.shape
+        output = query.new_empty((batch, rows, heads, value.shape[-1])).transpose(1, 2)
+        ctx.save_for_backward(
+            query, key, value, bias, output, query.new_empty((batch, heads, rows), dtype=torch.float32)
+        )
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, bias, *_rest = ctx.saved_tensors
+        whole = bias.new_empty((*query.shape[:2], query.shape[2], key.shape[2]))
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), whole.sum_to_size(bias.shape)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -286,7 +308,7 @@ def as_on_a_gpu() -> Iterator[None]:
             operation = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
             if operation is None:  # of another version of torch
                 continue
-            if not has_kernel(operation.name(), "AutocastCPU"):
+            if has_kernel(operation.name(), "AutocastCUDA") and not has_kernel(operation.name(), "AutocastCPU"):
                 library.impl(name, _in_fp32(operation), "AutocastCPU")
         for owner, name, value in changed:
             setattr(owner, name, value)
