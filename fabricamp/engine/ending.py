@@ -22,6 +22,7 @@ from fabricamp import launch
 from fabricamp._utils.threads import THREAD_LIMITS
 from fabricamp.engine.out_of_memory import note_of
 from fabricamp.engine.report.run_file import folder_to_record_in, record_early_failure
+from fabricamp.engine.report.run_summary import shown
 from fabricamp.engine.saved.ckpt_path import model_checkpoints
 from fabricamp.errors import CheckpointError, DistributedError, FabricampError, NonFiniteError, advice
 from fabricamp.hooks import call_all, call_hook
@@ -225,7 +226,7 @@ def leave_interrupted(trainer: Trainer) -> None:
     if trainer.is_global_zero:
         word = "Interrupted" if reason == "interrupted" else f"Ended by {reason}"
         path = _last_checkpoint(trainer)
-        how = f'; ckpt_path="last" resumes from {path}' if path else ""
+        how = f'; ckpt_path="last" resumes from {shown(path)}' if path else ""
         _LOG.info("%s at step %d%s", word, trainer.global_step, how)
     if at_prompt:
         return

@@ -326,7 +326,7 @@ def test_sigterm_to_the_starter(tmp_path, method):
     assert "Traceback" not in err
     steps = len((tmp_path / "progress").read_text().split())
     said = re.search(rf'Ended by SIGTERM at step {steps}; ckpt_path="last" resumes from (.*\.ckpt)\n', err)
-    assert torch.load(said[1], weights_only=True)["global_step"] == steps
+    assert torch.load(tmp_path / said[1], weights_only=True)["global_step"] == steps
 
 
 @pytest.mark.slow

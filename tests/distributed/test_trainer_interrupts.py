@@ -102,7 +102,7 @@ def check_ended(process, folder, code=130):
     (said,) = re.findall(r"Interrupted at step (\d+); ckpt_path=\"last\" resumes from (.*)", err)
     steps = len((folder / "progresst").read_text().splitlines())
     assert int(said[0]) == steps
-    assert torch.load(said[1], weights_only=True)["global_step"] == steps
+    assert torch.load(folder / said[1], weights_only=True)["global_step"] == steps
     assert list(folder.rglob("*.partial")) == []
 
 
@@ -132,7 +132,7 @@ def test_ctrl_c_under_torchrun(begin):
     assert code != 0  # torchrun's own exit code
     assert "after" not in out
     (said,) = re.findall(r"Interrupted at step (\d+); ckpt_path=\"last\" resumes from (.*)", err)
-    assert torch.load(said[1], weights_only=True)["global_step"] == int(said[0])
+    assert torch.load(folder / said[1], weights_only=True)["global_step"] == int(said[0])
     assert "KeyboardInterrupt" not in err
 
 
