@@ -38,7 +38,7 @@ from fabricamp.errors import (
 )
 from fabricamp.hooks import overrides
 from fabricamp.lightning.lending import detach
-from fabricamp.optimizers.closures import demands_closure, takes_closure
+from fabricamp.optimizers.closures import demands_closure
 from fabricamp.own_loop.batches import LoopBatches
 from fabricamp.own_loop.module import LoopModule
 from fabricamp.own_loop.saves import BackgroundSaves, is_name, path_of
@@ -768,7 +768,7 @@ def _check_parts(modules: list[nn.Module], optimizers: list[Any]) -> None:
         if not (isinstance(one, Optimizer) or (hasattr(one, "step") and hasattr(one, "param_groups"))):
             cure = "give loaders to prepare_data" if hasattr(one, "__iter__") else "give modules and optimizers"
             raise ConfigError(f"prepare got a {type(one).__name__}; {cure}")
-        if demands_closure(one) or takes_closure(one):
+        if demands_closure(one):
             raise ConfigError(
                 f"{type(one).__name__} calls the forward itself, by a closure, and a Loop's step is one forward and one backward; "
                 "use the Trainer, or another optimizer"

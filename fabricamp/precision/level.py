@@ -245,13 +245,7 @@ class OptLevel(Precision):
         self._full.module = module
         converted: set[int] = set()
         if level.cast_model_type is not None:
-            converted = convert(
-                module,
-                level.cast_model_type,
-                self._full,
-                keep_batchnorm_fp32=level.keep_batchnorm_fp32,
-                whole_step=level.whole_step,
-            )
+            converted = self._convert_weights(module, level.cast_model_type)
         elif level.cast_model_outputs is not None:
             # No weight is converted, but the outputs of all modules with floating parameters are cast.
             converted = {id(parameter) for parameter in module.parameters() if parameter.is_floating_point()}
@@ -262,6 +256,16 @@ class OptLevel(Precision):
         if self._scaling.device != self._device:
             self._scale_by(scale_for(level, self._device, self._nan_policy))
             self._scaling.load_state_dict(self._scaling.early)
+
+    def _convert_weights(self, module: nn.Module, dtype: torch.dtype) -> set[int]:
+        """Converts weights and buffers to ``dtype``; returns the identities of the parameters."""
+        return convert(
+            module,
+            dtype,
+            self._full,
+            keep_batchnorm_fp32=self.level.keep_batchnorm_fp32,
+            whole_step=self.level.whole_step,
+        )
 
     def _add_boundaries(self, module: nn.Module, converted: set[int]) -> None:
         dtype = self.level.cast_model_type

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fabricamp.errors import ConfigError
@@ -18,15 +20,28 @@ class SingleDeviceStrategy(Strategy):
     Args:
         device: Lightning's argument, so that Lightning's scripts run.  It chooses nothing: it has to be the Trainer's device.  A
             type without an index (``"cuda"``) allows any index; a number is the index of a GPU.
+        accelerator: Lightning's argument; it chooses nothing either.
+        checkpoint_io: None; give ``plugins=`` to the Trainer.
+        precision: that of a loop around Lightning's ``Fabric``; the Trainer has its own argument.
 
     Example:
         >>> SingleDeviceStrategy(device="cpu").name
         'single'
     """
 
-    def __init__(self, device: torch.device | str | int | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        accelerator: object = None,
+        checkpoint_io: object = None,
+        precision: Any = None,
+    ) -> None:
         super().__init__()
         self._wanted = None if device is None else torch.device(device)
+        if checkpoint_io is not None:
+            raise ConfigError("SingleDeviceStrategy(checkpoint_io=...) is not used; give Trainer(plugins=[...])")
+        self.given_precision = precision
+        """The precision for Fabric, or None."""
 
     def setup_environment(self, environment: Environment, device: torch.device) -> None:
         """Sets the device; raises :class:`ConfigError` if another one was given."""

@@ -98,9 +98,104 @@ def gan(precision):
         print("gan", precision, sums(generator, critic), f"{float(critic(fake).float().sum()):.7f}")
 
 
+class Cache(nn.Module):
+    """Has a buffer that the program replaces after setup: it keeps its dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x):
+        return [self.layer(x) * self.scale, x]
+
+
+def agent(precision):
+    """Networks that are set up one by one and compute before they have optimizers, a parameter of no module, a later network."""
+    fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
+    fabric.seed_everything(6)
+    with fabric.init_module(empty_init=True):
+        empty = nn.Linear(4, 2)
+    with fabric.init_module():
+        actor, critic = Cache(), nn.Linear(4, 2)
+    with fabric.init_tensor():
+        print(precision, empty.weight.dtype, torch.ones(1).dtype)
+    actor, critic = fabric.setup_module(actor), fabric.setup_module(critic)
+    actor.scale = torch.tensor([0.3, 1.7], dtype=torch.float32)
+    x = torch.randn(8, 4)
+    with torch.no_grad():
+        print(precision, actor(x)[0].dtype, actor(x)[1].dtype, f"{float(actor(x)[0].double().sum()):.7f}")
+    temperature = nn.Parameter(torch.zeros(1))
+    first = fabric.setup_optimizers(torch.optim.Adam(actor.parameters(), 0.1))
+    second, third = fabric.setup_optimizers(
+        torch.optim.Adam(critic.parameters(), 0.1), torch.optim.SGD([temperature], 0.1)
+    )
+    for _ in range(3):
+        for optimizer, loss in (
+            (second, lambda: critic(x).square().mean()),
+            (first, lambda: (actor(x)[0] - critic(x)).square().mean()),
+            (third, lambda: (temperature * actor(x)[0].detach().mean()).square().mean() + temperature.sum()),
+        ):
+            optimizer.zero_grad()
+            fabric.backward(loss())
+            optimizer.step()
+    later = nn.Linear(4, 1)
+    later, fourth = fabric.setup(later, torch.optim.SGD(later.parameters(), 0.1))
+    fabric.backward(later(x).mean())
+    fourth.step()
+    print(precision, sums(actor, critic, later), f"{float(temperature):.7f}", actor.device)
+
+
+class Lit(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def training_step(self, batch):
+        loss = self.layer(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def on_epoch(self, number):
+        self.logger.log_metrics({"number": number}, 7)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Rows:
+    def log_metrics(self, metrics, step=None):
+        print("logged", {name: round(value, 6) for name, value in metrics.items()}, step)
+
+
+class Hooks:
+    def on_after_setup(self, fabric, module):
+        print("set up", type(module.module).__name__)
+
+    def on_after_optimizer_step(self, strategy, optimizer):
+        print("stepped", type(optimizer).__name__)
+
+
+def lightning_module():
+    """A LightningModule in a loop around Fabric: its loggers, its steps, callbacks."""
+    fabric = Fabric(accelerator="cpu", devices=1, loggers=Rows(), callbacks=[Hooks()])
+    fabric.seed_everything(8)
+    module = Lit()
+    model, optimizer = fabric.setup(module, module.configure_optimizers())
+    for number in range(2):
+        optimizer.zero_grad()
+        fabric.backward(model.training_step(torch.randn(3, 4)))
+        optimizer.step()
+        fabric.call("on_epoch", number)
+    fabric.log("number", torch.tensor([3.0]))
+    print(sums(module))
+
+
 def main(fabric, word):
     with fabric.rank_zero_first():
         fabric.print(word, fabric.all_gather(torch.ones(2)).tolist(), fabric.all_reduce(torch.ones(2)).tolist())
+    numbers = fabric.all_gather({"a": 2, "b": [0.5], "c": "word"})
+    print(numbers["a"] + 1, numbers["b"][0].sum(), numbers["c"], fabric.all_reduce(3.5).item())
     fabric.barrier()
     print(fabric.broadcast({"a": 1}), fabric.to_device([torch.ones(1), "b"])[1])
 
@@ -108,5 +203,7 @@ def main(fabric, word):
 for name in ("32-true", "bf16-mixed", "64-true", "bf16-true"):
     accumulated(name)
     gan(name)
+    agent(name)
+lightning_module()
 fabric = Fabric(accelerator="cpu", devices=1)
 fabric.launch(main, "launched")

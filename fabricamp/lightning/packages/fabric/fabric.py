@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,21 +12,42 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabricamp._utils.containers import with_parts
 from fabricamp.data import move_to_device, wire_loader
 from fabricamp.errors import ConfigError
+from fabricamp.launch.devices import CPUAccelerator, CUDAAccelerator
+from fabricamp.lightning.packages.fabric.arguments import (
+    as_tensors,
+    check_filter,
+    from_environment,
+    in_signature,
+    listed,
+    number_of,
+    of_tensors,
+    state_of,
+)
+from fabricamp.lightning.packages.fabric.contexts import ConvertedAtSetup, EmptyInit, default_dtype
+from fabricamp.lightning.packages.fabric.lightning_modules import attach
 from fabricamp.lightning.packages.fabric.wrappers import (
     _FabricDataLoader,
     _FabricModule,
     _FabricOptimizer,
     _unwrap_objects,
 )
+from fabricamp.loggers import Logger
+from fabricamp.module import TrainingModule
 from fabricamp.own_loop import Loop
 from fabricamp.precision.level import OptLevel
+from fabricamp.precision.named import TruePrecision, precision_from
 from fabricamp.rng import global_seed, seed_everything
+from fabricamp.strategies import SingleDeviceStrategy
+from fabricamp.torch_private import uncompiled
+
+_LOG = logging.getLogger("fabricamp")
+_LOGGERS: dict[int, Any] = {}
+"""Loggers that were used."""
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from fabricamp._utils.types import StateDict
 
@@ -32,8 +55,9 @@ if TYPE_CHECKING:
 class Fabric:
     """Lightning's names of a loop of one's own; ``fabricamp.Loop`` makes the steps.
 
-    ``setup`` returns modules and optimizers to use in place of the given ones.  They are prepared together at the first forward:
-    all calls of ``setup`` come before it.  Ranks exchange gradients in ``optimizer.step()``, which also clears them.
+    ``setup`` returns modules and optimizers to use in place of the given ones.  Optimizers, and the modules whose parameters they
+    have, are prepared together at the first forward of one of these modules; later ones in a Loop of their own.  A module without
+    an optimizer computes at the precision.  Ranks exchange gradients in ``optimizer.step()``, which also clears them.
 
     Args:
         accelerator: "cpu", "gpu" or "auto".
@@ -51,7 +75,8 @@ class Fabric:
 
     def __init__(
         self,
-        accelerator: str = "auto",
+        *,
+        accelerator: Any = "auto",
         strategy: Any = "auto",
         devices: Any = "auto",
         num_nodes: int = 1,
@@ -60,29 +85,42 @@ class Fabric:
         callbacks: Any = None,
         loggers: Any = None,
     ) -> None:
-        self._loop = Loop(
-            accelerator=accelerator,
-            strategy=strategy,
-            devices=devices,
-            num_nodes=num_nodes,
-            precision="32-true" if precision is None else precision,
-            plugins=plugins,
-        )
+        if precision is None and isinstance(strategy, SingleDeviceStrategy):
+            precision = strategy.given_precision
+        self._options: dict[str, Any] = {
+            "accelerator": from_environment("accelerator", accelerator, "auto"),
+            "strategy": from_environment("strategy", strategy, "auto"),
+            "devices": from_environment("devices", devices, "auto"),
+            "num_nodes": int(from_environment("num_nodes", num_nodes, 1)),
+            "precision": from_environment("precision", precision, None) or "32-true",
+            "plugins": plugins,
+        }
+        self._loop = self._new_loop()
         if self._loop._strategy.sharding.shards:
             self._loop.close()
             raise ConfigError(
                 f"Fabric(strategy={strategy!r}): shards are gathered for forward and backward of a whole step, which "
                 "fabricamp.Loop makes by step(fn, batch); give 'ddp', or write the loop with fabricamp.Loop"
             )
-        self._callbacks = _listed(callbacks)
-        self._loggers = _listed(loggers)
+        self._callbacks = listed(callbacks)
+        self._loggers = listed(loggers)
         self._modules: list[nn.Module] = []
-        self._optimizers: list[Optimizer] = []
-        self._prepared = False
+        self._pending: list[Optimizer] = []
+        self._loops: dict[int, Loop] = {}  # of modules and optimizers, once they are prepared
+        self._held: list[object] = []  # so that no identity is given to another object
+        self._last: Loop | None = None  # of the last forward with gradients
         precision_plugin = self._loop._trainer.precision_plugin
         level = precision_plugin.level if isinstance(precision_plugin, OptLevel) else None
-        self._input_dtype = None if level is None else level.cast_model_type
+        self._precision = precision_plugin
+        vars(self.strategy)["precision"] = precision_plugin  # as strategies of Lightning have it
+        self._input_dtype = None if level is None else level.cast_model_type or level.autocast
         self._casts_outputs = level is not None and (level.autocast is not None or level.cast_model_type is not None)
+
+    def _new_loop(self) -> Loop:
+        precision = precision_from(self._options["precision"])
+        if type(precision) is TruePrecision:
+            precision = ConvertedAtSetup(precision.dtype)
+        return Loop(**{**self._options, "precision": precision})
 
     # -- what a script sets up -----------------------------------------------------------------------------------------------------
 
@@ -93,44 +131,54 @@ class Fabric:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Override it in a subclass, for all code of a run."""
 
-    def setup(self, module: nn.Module, *optimizers: Optimizer, move_to_device: bool = True, **_: Any) -> Any:
-        """Returns the module, and its optimizers, to use in the loop."""
-        wrapped = self.setup_module(module, move_to_device=move_to_device)
+    def setup(
+        self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True, **_: Any
+    ) -> Any:
+        """Returns the module, its optimizers and a scheduler, to use in the loop."""
+        wrapped = self._wrapped_module(module, move_to_device=move_to_device)
+        stepped = list(map(self._wrapped, optimizers))
+        if isinstance(module, TrainingModule):
+            attach(module, self, stepped)
+            if not any(one is module for one in self._callbacks):
+                self._callbacks.append(module)
+        self.call("on_after_setup", fabric=self, module=wrapped)
         if not optimizers:
             return wrapped
-        return (wrapped, *map(self._wrapped, optimizers))
+        return (wrapped, *stepped) if scheduler is None else (wrapped, *stepped, scheduler)
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True, **_: Any) -> _FabricModule:
         """Returns the module to use in the loop."""
-        self._check_setup(module, _FabricModule)
-        self._modules.append(module)
-        if move_to_device:
-            module.to(self.device)
-        return _FabricModule(self, module)
+        found: _FabricModule = self.setup(module, move_to_device=move_to_device)
+        return found
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """Returns the optimizers to use in the loop: one, or a tuple."""
         wrapped = tuple(map(self._wrapped, optimizers))
         return wrapped[0] if len(wrapped) == 1 else wrapped
 
-    def _wrapped(self, optimizer: Optimizer) -> _FabricOptimizer:
-        self._check_setup(optimizer, _FabricOptimizer)
-        self._optimizers.append(optimizer)
-        return _FabricOptimizer(self, optimizer)
+    def _wrapped_module(self, module: nn.Module, *, move_to_device: bool) -> _FabricModule:
+        _check_given_once(module)
+        inner, _ = uncompiled(module)
+        if isinstance(self._precision, TruePrecision):
+            inner.to(self._precision.dtype)
+        if move_to_device:
+            inner.to(self.device)
+        self._modules.append(inner)
+        return _FabricModule(self, module, inner)
 
-    def _check_setup(self, given: object, kind: type) -> None:
-        if isinstance(given, kind):
-            raise ConfigError(f"setup got a {type(given).__name__} that setup has returned; give each object once")
-        if self._prepared:
-            raise ConfigError(
-                "setup after the first forward: modules and optimizers are prepared together there; call setup for all of them "
-                "before it"
-            )
+    def _wrapped(self, optimizer: Optimizer) -> _FabricOptimizer:
+        _check_given_once(optimizer)
+        self._pending.append(optimizer)
+        return _FabricOptimizer(self, optimizer)
 
     def setup_dataloaders(
         self, *loaders: Any, use_distributed_sampler: bool = True, move_to_device: bool = True
     ) -> Any:
         """Returns the loaders, each rank's share, with batches on the device: one, or a list."""
+        if not loaders:
+            raise ConfigError("setup_dataloaders got no loader; give it one or more")
+        for one in loaders:
+            _check_given_once(one)
         strategy = self._loop._strategy
         wired = [
             wire_loader(
@@ -149,18 +197,70 @@ class Fabric:
         wrapped = [_FabricDataLoader(one, self.device if move_to_device else None) for one in wired]
         return wrapped[0] if len(wrapped) == 1 else wrapped
 
-    def _loop_of_steps(self) -> Loop:
-        """Returns the Loop, with all modules and optimizers prepared."""
-        if not self._prepared and self._optimizers:
-            self._prepared = True
-            self._loop.prepare(*dict.fromkeys(self._modules), *self._optimizers)
-        return self._loop
+    def _loop_of(self, one: nn.Module | Optimizer) -> Loop | None:
+        """Returns the Loop of a module or an optimizer, prepared now if need be; None for a module that is not trained."""
+        loop = self._loops.get(id(one))
+        if loop is None and self._pending:
+            trained = one.parameters() if isinstance(one, nn.Module) else _parameters_of([one])
+            pending = {id(parameter) for parameter in _parameters_of(self._pending)}
+            if any(id(parameter) in pending for parameter in trained):
+                return self._prepare()
+        return loop
+
+    def _prepare(self) -> Loop:
+        """Prepares the optimizers that were set up since the last time, and the modules whose parameters they have."""
+        loop = self._new_loop() if self._loops else self._loop
+        loose = {id(parameter): parameter for parameter in _parameters_of(self._pending)}
+        modules: list[nn.Module] = []
+        for module in dict.fromkeys(self._modules):
+            own = [id(parameter) for parameter in module.parameters()]
+            if any(number in loose for number in own):
+                modules.append(module)
+                for number in own:
+                    loose.pop(number, None)
+        if self._casts_outputs and any(id(module) in self._loops for module in modules):
+            raise ConfigError(
+                f"setup_optimizers, at precision {self._precision.name!r}, after the first forward of a module that has an "
+                "optimizer already; set up all optimizers of a module before it"
+            )
+        if loose:  # parameters of modules that were not set up, such as a temperature
+            modules.append(nn.ParameterList(loose.values()))
+        parts = [*modules, *self._pending]
+        loop.prepare(*parts)
+        self._loops |= dict.fromkeys(map(id, parts), loop)
+        self._held += parts
+        self._pending = []
+        self._last = loop
+        return loop
+
+    def _forward(self, module: nn.Module, function: Callable[[], Any]) -> Any:
+        """Runs ``function``, which calls ``module`` or a method of it, at the precision."""
+        loop = self._loop_of(module)
+        if loop is not None:
+            if torch.is_grad_enabled():
+                self._last = loop
+            return loop.forward(function)
+        if isinstance(self._precision, TruePrecision):
+            return self._precision.forward(function)
+        with self.autocast():
+            return function()
 
     # -- steps ---------------------------------------------------------------------------------------------------------------------
 
     def backward(self, tensor: Tensor, *_: Any, model: object = None, **kwargs: Any) -> None:
         """Runs backward on the scaled loss."""
-        self._loop_of_steps().backward(tensor, **kwargs)
+        loop = self._prepare() if self._last is None and self._pending else self._last
+        if loop is None:
+            tensor.backward(**kwargs)
+        else:
+            loop.backward(tensor, **kwargs)
+
+    def _update(self, optimizer: Optimizer) -> None:
+        """Makes the step of an optimizer, and calls the callbacks' hook after it."""
+        loop = self._loop_of(optimizer)
+        assert loop is not None
+        loop.update(optimizer)
+        self.call("on_after_optimizer_step", strategy=self.strategy, optimizer=optimizer)
 
     def clip_gradients(
         self,
@@ -175,8 +275,9 @@ class Fabric:
         if (clip_val is None) == (max_norm is None):
             raise ConfigError("clip_gradients takes one of clip_val and max_norm")
         inner = _unwrap_objects(optimizer)
-        loop = self._loop_of_steps()
-        precision = loop._trainer.precision_plugin
+        loop = self._loop_of(inner)
+        assert loop is not None
+        precision = self._precision
         plain = not isinstance(precision, OptLevel) or (
             precision.level.loss_scale == 1.0 and not precision.level.master_weights
         )
@@ -190,7 +291,7 @@ class Fabric:
             elif clip_val is not None:
                 loop.clip_next(inner, clip_val, "value")
             return None
-        parameters = [one for group in inner.param_groups for one in group["params"]]
+        parameters = _parameters_of([inner])
         if clip_val is not None:
             nn.utils.clip_grad_value_(parameters, clip_val)
             return None
@@ -205,24 +306,29 @@ class Fabric:
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
         """The precision's autocast, for code outside of a module's forward."""
-        precision = self._loop._trainer.precision_plugin
-        dtype = precision.level.autocast if isinstance(precision, OptLevel) else None
+        dtype = self._precision.level.autocast if isinstance(self._precision, OptLevel) else None
         with torch.autocast(self.device.type, dtype) if dtype is not None else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Makes modules within on the device."""
-        with self.device:
+        """Makes modules within on the device, in the precision's dtype; ``empty_init`` leaves out torch's initializations."""
+        with self.init_tensor(), EmptyInit() if empty_init else contextlib.nullcontext():
             yield
 
-    init_tensor = init_module
+    @contextlib.contextmanager
+    def init_tensor(self) -> Iterator[None]:
+        """Makes tensors within on the device, in the precision's dtype."""
+        dtype = self._precision.dtype if isinstance(self._precision, TruePrecision) else torch.get_default_dtype()
+        with self.device, default_dtype(dtype):
+            yield
 
     # -- files ---------------------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path, state: Mapping[str, Any], filter: Mapping[str, Any] | None = None) -> None:  # noqa: A002
         """Writes ``state``, with the state dicts of what has one, atomically on rank 0; ``filter`` is by name of entries."""
-        content = {name: _state_of(one, (filter or {}).get(name)) for name, one in _unwrap_objects(dict(state)).items()}
+        chosen = check_filter(filter, state)
+        content = {name: state_of(one, chosen.get(name)) for name, one in _unwrap_objects(dict(state)).items()}
 
         def write() -> None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -269,6 +375,16 @@ class Fabric:
     # -- ranks, values, words ------------------------------------------------------------------------------------------------------
 
     @property
+    def strategy(self) -> Any:
+        """The strategy, an object of fabricamp."""
+        return self._loop._strategy
+
+    @property
+    def accelerator(self) -> Any:
+        """The accelerator: a CPU or GPUs."""
+        return CUDAAccelerator() if self.device.type == "cuda" else CPUAccelerator()
+
+    @property
     def device(self) -> torch.device:
         """This process's device."""
         return self._loop.device
@@ -300,13 +416,14 @@ class Fabric:
 
     @property
     def loggers(self) -> list[Any]:
-        """The loggers."""
+        """The loggers, which are closed when the program ends."""
+        _LOGGERS.update((id(one), one) for one in self._loggers)
         return self._loggers
 
     @property
     def logger(self) -> Any:
         """The first logger."""
-        return self._loggers[0]
+        return self.loggers[0]
 
     def to_device(self, obj: Any) -> Any:
         """Returns the module or the batch on the device."""
@@ -325,15 +442,19 @@ class Fabric:
         return self._loop.broadcast(obj, src)
 
     def all_gather(self, data: Any, group: object = None, sync_grads: bool = False) -> Any:
-        """Returns every rank's tensors, stacked; in one process the tensors themselves."""
+        """Returns every rank's tensors or numbers, stacked; in one process as tensors."""
         if sync_grads:
             raise ConfigError("all_gather(sync_grads=True) is not offered; gather by torch.distributed.nn.all_gather")
-        return data if self.world_size == 1 else _of_tensors(data, self._loop.all_gather)
+        tensors = as_tensors(data, self.device)
+        return tensors if self.world_size == 1 else of_tensors(tensors, self._loop.all_gather)
 
     def all_reduce(self, data: Any, group: object = None, reduce_op: str = "mean") -> Any:
-        """Returns the tensors reduced over the ranks."""
+        """Returns the tensors or numbers reduced over the ranks."""
         op = {"avg": "mean"}.get(str(reduce_op).lower(), str(reduce_op).lower())
-        return data if self.world_size == 1 else _of_tensors(data, lambda tensor: self._loop.all_reduce(tensor, op))
+        tensors = as_tensors(data, self.device)
+        return (
+            tensors if self.world_size == 1 else of_tensors(tensors, lambda tensor: self._loop.all_reduce(tensor, op))
+        )
 
     @contextlib.contextmanager
     def rank_zero_first(self, local: bool = False) -> Iterator[None]:
@@ -346,11 +467,13 @@ class Fabric:
             self.barrier()
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Calls the callbacks' method of this name, of those that have one."""
+        """Calls the callbacks' method of this name, of those that have one, with the keywords that it takes."""
         for callback in self._callbacks:
             method = getattr(callback, hook_name, None)
             if callable(method):
-                method(*args, **kwargs)
+                method(*args, **in_signature(method, kwargs))
+            elif method is not None:
+                _LOG.warning("%s.%s is no method, and is not called", type(callback).__name__, hook_name)
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
         """Gives the loggers a value."""
@@ -358,11 +481,10 @@ class Fabric:
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Gives the loggers of rank 0 the values; tensors are read, which waits for the device."""
-        if not self.is_global_zero:
-            return
-        values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
-        for logger in self._loggers:
-            logger.log_metrics(values, self._loop.global_step if step is None else step)
+        if self._loggers and self.is_global_zero:
+            values = {name: number_of(name, value) for name, value in metrics.items()}
+            for one in self.loggers:
+                one.log_metrics(metrics=values, step=step)
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
@@ -370,17 +492,19 @@ class Fabric:
         return seed_everything(seed, workers=bool(workers), verbose=verbose)
 
 
-def _listed(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
+def _parameters_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    return [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
 
 
-def _of_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    return change(value) if isinstance(value, Tensor) else with_parts(value, lambda one: _of_tensors(one, change))
+def _check_given_once(given: object) -> None:
+    if isinstance(given, _FabricModule | _FabricOptimizer | _FabricDataLoader):
+        raise ConfigError(f"setup got a {type(given).__name__} that setup has returned; give each object once")
 
 
-def _state_of(value: Any, keep: Callable[[str, Any], bool] | None) -> Any:
-    """Returns an entry's state dict, of which ``keep(name, value)`` keeps a part; other entries as they are."""
-    found = value.state_dict() if hasattr(value, "state_dict") else value
-    return {name: one for name, one in found.items() if keep(name, one)} if keep is not None else found
+@atexit.register
+def _close_loggers() -> None:
+    """Writes what loggers of this package still hold in memory."""
+    for one in _LOGGERS.values():
+        if isinstance(one, Logger):
+            one.finalize("success")
+            one.close()

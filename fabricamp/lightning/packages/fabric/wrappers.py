@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 
 from fabricamp._utils.containers import with_parts
 from fabricamp.data import move_to_device, set_epoch
+from fabricamp.lightning.packages.fabric.lightning_modules import STEPS
+from fabricamp.module import TrainingModule
 from fabricamp.precision.casting import cast_floating
 
 if TYPE_CHECKING:
@@ -24,17 +26,26 @@ class _FabricModule(nn.Module):
 
     _fabric: Fabric
     _forward_methods: set[str]
+    _original_module: nn.Module
 
-    def __init__(self, fabric: Fabric, module: nn.Module) -> None:
+    def __init__(self, fabric: Fabric, module: nn.Module, original: nn.Module) -> None:
         super().__init__()
         self._forward_module = module
+        object.__setattr__(self, "_original_module", original)  # below torch.compile
         object.__setattr__(self, "_fabric", fabric)
-        object.__setattr__(self, "_forward_methods", set())
+        methods = STEPS if isinstance(original, TrainingModule) else ()
+        object.__setattr__(self, "_forward_methods", set(methods))
 
     @property
     def module(self) -> nn.Module:
-        """The module as it was given."""
-        return self._forward_module
+        """The module as it was given; a compiled one without its compilation."""
+        return self._original_module
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the module's first parameter, or Fabric's."""
+        first = next(self._original_module.parameters(), None)
+        return self._fabric.device if first is None else first.device
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module at the precision; half outputs become the default dtype, as in Lightning."""
@@ -45,22 +56,21 @@ class _FabricModule(nn.Module):
         self._forward_methods.add(method if isinstance(method, str) else method.__name__)
 
     def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        loop = self._fabric._loop_of_steps()
         dtype = self._fabric._input_dtype
         if dtype is not None:
             args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
-        outputs = loop.forward(partial(function, *args, **kwargs))
+        outputs = self._fabric._forward(self._original_module, partial(function, *args, **kwargs))
         return cast_floating(outputs, torch.get_default_dtype()) if self._fabric._casts_outputs else outputs
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            found = getattr(super().__getattr__("_forward_module"), name)
+            found = getattr(self.__dict__["_original_module"], name)
         return partial(self._run, found) if name in self.__dict__["_forward_methods"] else found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        module = self.__dict__.get("_modules", {}).get("_forward_module")
+        module = self.__dict__.get("_original_module")
         if module is None or name == "training" or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
@@ -68,11 +78,11 @@ class _FabricModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the module's, under the module's names."""
-        return self._forward_module.state_dict(*args, **kwargs)
+        return self._original_module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Loads into the module."""
-        return self._forward_module.load_state_dict(*args, **kwargs)
+        return self._original_module.load_state_dict(*args, **kwargs)
 
 
 class _FabricOptimizer:
@@ -91,7 +101,7 @@ class _FabricOptimizer:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Runs ``closure``, then the update; gradients are cleared after it."""
         result = None if closure is None else closure()
-        self._fabric._loop_of_steps().update(self.optimizer)
+        self._fabric._update(self.optimizer)
         return result
 
     def __getattribute__(self, name: str) -> Any:
