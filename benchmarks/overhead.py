@@ -41,7 +41,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import fabricamp
-from fabricamp.engine.report.time_spent import TimeSpent
 
 WARM_UP = 200
 HAND_WRITTEN = "hand-written loop"
@@ -310,6 +309,9 @@ def all_runs(steps, root):
 
 def counters():
     """Returns the nanoseconds a batch for counting where the time of a fit goes: the least of many loops, less a plain one."""
+    # Only here: two_trees.py runs this file on earlier packages too.
+    from fabricamp.engine.report.time_spent import TimeSpent
+
     batches = [None] * 1000
 
     def of_loop(read):
