@@ -7,10 +7,13 @@ import json
 import logging
 import re
 import textwrap
+import traceback
 from pathlib import Path
 
 import pytest
 
+from fabricamp._utils.optional_packages import load
+from fabricamp.errors import NotInstalledError
 from tests.distributed.forked import start_forked
 from tests.distributed.scripts import finish
 from tests.small import Classifier, loader, quiet_trainer
@@ -246,3 +249,13 @@ def test_each_line_of_the_page_does_what_it_promises(tmp_path, above, statement,
     assert (out, err) == ("mine\n", expected)
     if "to a file" in promise:
         assert times((tmp_path / "run.log").read_text()) == ONCE
+
+
+def test_a_package_that_is_not_installed_is_one_error_and_one_that_lacks_another_says_so(monkeypatch, tmp_path):
+    with pytest.raises(NotInstalledError, match="^needs absent_package: pip install it$") as caught:
+        load("absent_package.part", "needs absent_package: pip install it")
+    assert sum(line.startswith("Traceback") for line in traceback.format_exception(caught.value)) == 1
+    (tmp_path / "present_package.py").write_text("import absent_package")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="^No module named 'absent_package'$"):
+        load("present_package", "needs present_package: pip install it")

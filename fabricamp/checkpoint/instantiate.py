@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import pkgutil
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from fabricamp.errors import CheckpointError, NotInstalledError
+from fabricamp._utils.optional_packages import load
+from fabricamp.errors import CheckpointError
 
 INSTANTIATOR: Final = "_instantiator"
 """The hyper-parameter that says by which function the others build the object."""
@@ -22,12 +22,10 @@ def instantiate_module(class_type: type, config: Mapping[str, Any]) -> Any:
 
     Raises :class:`NotInstalledError` without jsonargparse, and its ``ArgumentError`` for arguments that the class does not take.
     """
-    try:
-        jsonargparse: Any = importlib.import_module("jsonargparse")
-    except ModuleNotFoundError as error:
-        raise NotInstalledError(
-            "hyper-parameters of LightningCLI need jsonargparse, which is missing; run: pip install 'jsonargparse[signatures]'"
-        ) from error
+    jsonargparse = load(
+        "jsonargparse",
+        "hyper-parameters of LightningCLI need jsonargparse, which is missing; run: pip install 'jsonargparse[signatures]'",
+    )
     arguments = {key: value for key, value in config.items() if key not in (INSTANTIATOR, CLASS_PATH)}
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     if CLASS_PATH in config:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import multiprocessing
 import os
@@ -11,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from fabricamp._utils.optional_packages import load
 from fabricamp._utils.say_once import say_once
 from fabricamp.arguments.checks import check_names
 from fabricamp.checkpoint import plain
-from fabricamp.errors import ConfigError, NotInstalledError
+from fabricamp.errors import ConfigError
 from fabricamp.loggers.base import Logger, give_numbers_of_its_own
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.run_folder import flattened, writes
@@ -274,10 +274,7 @@ class CometLogger(Logger):
 
 
 def _package() -> Any:
-    try:
-        package = importlib.import_module("comet_ml")
-    except ModuleNotFoundError as error:
-        raise NotInstalledError("CometLogger needs the package comet_ml: pip install comet-ml") from error
+    package = load("comet_ml", "CometLogger needs the package comet_ml: pip install comet-ml")
     # Its threads draw random numbers, which must not change those that the run draws from Python's generator.
     give_numbers_of_its_own("comet_ml", "urllib3")
     return package

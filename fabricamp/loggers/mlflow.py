@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from fabricamp._utils.optional_packages import load
 from fabricamp._utils.say_once import say_once
 from fabricamp._utils.types import StateDict
 from fabricamp.checkpoint import plain
@@ -400,14 +401,7 @@ class MLFlowLogger(Logger):
 
 
 def _import_mlflow(module: str) -> Any:
-    try:
-        imported = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "mlflow":
-            raise
-        raise ModuleNotFoundError(
-            "MLFlowLogger needs MLflow, which is not installed: pip install mlflow-skinny", name="mlflow"
-        ) from error
+    imported = load(module, "MLFlowLogger needs MLflow, which is not installed: pip install mlflow-skinny")
     give_numbers_of_its_own("mlflow", "urllib3", "databricks")
     return imported
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import multiprocessing
 import os
@@ -13,9 +12,10 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from fabricamp._utils.optional_packages import load
 from fabricamp.arguments.checks import check_names
 from fabricamp.checkpoint import plain
-from fabricamp.errors import ConfigError, NotInstalledError
+from fabricamp.errors import ConfigError
 from fabricamp.loggers.base import Logger, give_numbers_of_its_own
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.run_folder import edges_of, name_of_runs, showable, writes
@@ -427,10 +427,7 @@ class WandbLogger(Logger):
 
 
 def _package() -> Any:
-    try:
-        return importlib.import_module("wandb")
-    except ModuleNotFoundError as error:
-        raise NotInstalledError("WandbLogger needs the package wandb: pip install wandb") from error
+    return load("wandb", "WandbLogger needs the package wandb: pip install wandb")
 
 
 def _new_id() -> str:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from fabricamp._utils.optional_packages import load
 from fabricamp._utils.types import StateDict
-from fabricamp.errors import ConfigError, DistributedError
+from fabricamp.errors import DistributedError
 from fabricamp.gradients.buckets import RankSums
 from fabricamp.torch_private import TCPStore
 
@@ -350,8 +351,4 @@ class _Sum:
 
 def _torchft() -> Any:
     os.environ.setdefault("RUST_LOG", "warn")  # else torchft logs several lines at each step
-    try:
-        import torchft
-    except ImportError as error:
-        raise ConfigError("FaultTolerant needs the package torchft: pip install torchft") from error
-    return torchft
+    return load("torchft", "FaultTolerant needs the package torchft: pip install torchft")

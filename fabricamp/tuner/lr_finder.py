@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fabricamp._utils.optional_packages import load
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError, NonFiniteError
 from fabricamp.habits import habits
@@ -78,13 +79,11 @@ class LRFinder:
         Raises:
             ConfigError: without matplotlib.
         """
-        try:
-            from matplotlib import pyplot as plt
-        except ImportError as error:
-            raise ConfigError(
-                "plot() draws with matplotlib, which is not installed; pip install matplotlib, or print(finder), "
-                "which draws the curve as text"
-            ) from error
+        plt = load(
+            "matplotlib.pyplot",
+            "plot() draws with matplotlib, which is not installed; pip install matplotlib, or print(finder), which draws the curve "
+            "as text",
+        )
         rates = self.results["lr"]
         losses = self.results["loss"]
         if ax is None:
