@@ -566,7 +566,9 @@ def compiled_in_two_parts(function: Callable[..., Any], compiler: Callable[..., 
     Code takes one list of arguments, which it may clear.
     """
     aot = importlib.import_module("torch._functorch.aot_autograd")
-    partitioners = importlib.import_module("torch._functorch.partitioners")
+    divide = importlib.import_module("torch._functorch.partitioners").min_cut_rematerialization_partition
+    passes = importlib.import_module("torch._inductor.fx_passes.joint_graph").joint_graph_passes
+    inductor = importlib.import_module("torch._inductor.virtualized").V
     decompositions = importlib.import_module("torch._inductor.decomposition").select_decomp_table()
 
     def boxed(graph: Any, inputs: Any) -> Callable[..., Any]:
@@ -574,11 +576,16 @@ def compiled_in_two_parts(function: Callable[..., Any], compiler: Callable[..., 
         code._boxed_call = True
         return cast("Callable[..., Any]", code)
 
+    def parts(joint: Any, inputs: Any, **options: Any) -> Any:
+        with inductor.set_fake_mode(torch._guards.detect_fake_mode(inputs)):
+            passes(joint)  # masks of dropout are drawn again in backward, and are not kept
+        return divide(joint, inputs, compiler="inductor", **options)
+
     traced: Callable[..., Any] = aot.aot_function(
         function,
         fw_compiler=boxed,
         bw_compiler=boxed,
-        partition_fn=partitioners.min_cut_rematerialization_partition,
+        partition_fn=parts,
         decompositions=decompositions,
     )
     return traced

@@ -119,7 +119,7 @@ def kept_memory(parts: RunParts) -> MemoryUse:
         if isinstance(optimizer, FusedOptimizer)
         for one in optimizer.remainders.values()
     ]
-    sums = [one for optimizer in parts.optimizers for one in parts.precision.gradients(optimizer).tensors]
+    sums = [one for step in parts.optimizer_steps for one in step.memory().tensors]
     gradients = [one.grad for one in own if one.grad is not None]
     return MemoryUse(
         weights=_bytes(own),
@@ -155,7 +155,7 @@ def helping_words(
         words.append(Word(batch, (use.others + logits) // 2))
         if level in ("O0", "32-true"):
             words.append(Word('precision="O4"', use.others * 2 // 5))
-        if hasattr(settings, "activations"):
+        if not getattr(settings, "activations", True):
             words.append(Word('activations="recompute"', use.others * 3 // 5))
     if logits:
         words.append(Word("FusedLinearCrossEntropy as the head", logits * 7 // 8))

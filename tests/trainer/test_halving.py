@@ -259,6 +259,21 @@ def test_the_default_is_the_error_with_what_filled_the_memory():
         quiet_trainer(on_out_of_memory="half")
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_evaluation_after_a_fit_is_told_of_too(level):
+    class Evaluated(Net):
+        def validation_step(self, batch, batch_idx):
+            raise torch.OutOfMemoryError("out of memory in validation")
+
+    net = Evaluated().float()
+    batches = DataLoader(TensorDataset(*(one.float() for one in data(8).tensors)), batch_size=8)
+    trainer = quiet_trainer(max_steps=1, precision=level, accumulate_grad_batches=2)
+    trainer.fit(net, batches)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.validate(net, batches, verbose=False)
+    assert "the largest tensors: " in notes_of(caught.value)
+
+
 def notes_of(error):
     return " ".join(error.__notes__)
 

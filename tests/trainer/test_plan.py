@@ -93,6 +93,7 @@ def requests(run, *inputs):
         lambda x: x.sum(0),
         lambda x: F.group_norm(x, 4),
         lambda x: F.rms_norm(x, (32,)),
+        lambda x: F.interpolate(x.view(4, 4, 4, 8), scale_factor=2.0, mode="nearest"),
         lambda x: F.mse_loss(x, x.detach(), reduction="none"),
     ],
 )

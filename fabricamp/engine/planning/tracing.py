@@ -127,6 +127,8 @@ _WIDE: Final = (
     "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "norm.Scalar", "norm.ScalarOpt_dim", "norm.names_ScalarOpt_dim",
     "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
     "linalg_matrix_norm", "sum", "sum.dim_IntList",
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d",
+    "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_nearest_exact2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
 )  # fmt: skip
 """What autocast on a GPU computes in fp32."""
 
