@@ -97,6 +97,9 @@ class Habits:
     one_process_gathers_nothing: bool = False
     """``self.all_gather(x)`` in one process: ``x`` unchanged"""
 
+    fp16_is_bf16_on_a_cpu: bool = False
+    """``precision="16-mixed"`` on a CPU: is ``"bf16-mixed"``"""
+
 
 NATIVE: Final = Habits()
 LIGHTNING: Final = Habits(**{one.name: True for one in fields(Habits)})

@@ -146,6 +146,10 @@ def trainer_by_private_name(tmp_path, monkeypatch, caplog):
     return module._attachment.trainer == "a value"
 
 
+def fp16_is_bf16_on_a_cpu(tmp_path, monkeypatch, caplog):
+    return quiet_trainer(precision="16-mixed", accelerator="cpu").precision_plugin.name == "O4"
+
+
 def outputs_are_shares(tmp_path, monkeypatch, caplog):
     class Notes(Classifier):
         shares = ()

@@ -6,13 +6,16 @@ The lookup also sets the Trainer's ``nan_policy``.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
+from fabricamp._utils.say_once import say_once
 from fabricamp.errors import ConfigError, meant, nearest
+from fabricamp.habits import habits
 from fabricamp.precision.base import PRECISIONS, Precision
 from fabricamp.precision.casting import cast_floating
 from fabricamp.precision.float8 import Float8
@@ -64,6 +67,7 @@ class _DefaultDtype:
 
 
 _LIGHTNINGS_NAMES = {"O0": "32-true", "O1": "16-mixed", "O4": "bf16-mixed"}
+_FP16_NAMES = ("16-mixed", "16")
 _TRUE_NAMES = {torch.float16: "16-true", torch.bfloat16: "bf16-true", torch.float64: "64-true"}
 
 
@@ -75,6 +79,11 @@ def precision_from(
     ``nan_policy`` is the policy for non-finite gradients.  Raises :class:`ConfigError` for unknown names, for a precision without
     policies, and for an opt level that ``device_type`` ("cpu" or "cuda") does not support.
     """
+    if device_type == "cpu" and str(value) in _FP16_NAMES and habits().fp16_is_bf16_on_a_cpu:
+        value = "bf16-mixed"
+        say_once(
+            "precision='16-mixed' on a CPU is 'bf16-mixed', as in Lightning; give OptLevel('O1') for fp16", logging.INFO
+        )
     precision = value if isinstance(value, Precision) else _by_name(value)
     if type(precision) is Precision and nan_policy is not None:
         precision = OptLevel("O0")

@@ -204,6 +204,8 @@ for name in ("32-true", "bf16-mixed", "64-true", "bf16-true"):
     accumulated(name)
     gan(name)
     agent(name)
+gan("16-mixed")
+gan("16-true")
 lightning_module()
 fabric = Fabric(accelerator="cpu", devices=1)
 fabric.launch(main, "launched")

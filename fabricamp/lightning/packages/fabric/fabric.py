@@ -117,10 +117,10 @@ class Fabric:
         self._casts_outputs = level is not None and (level.autocast is not None or level.cast_model_type is not None)
 
     def _new_loop(self) -> Loop:
-        precision = precision_from(self._options["precision"])
-        if type(precision) is TruePrecision:
-            precision = ConvertedAtSetup(precision.dtype)
-        return Loop(**{**self._options, "precision": precision})
+        built = precision_from(self._options["precision"])
+        if type(built) is not TruePrecision:
+            return Loop(**self._options)
+        return Loop(**{**self._options, "precision": ConvertedAtSetup(built.dtype)})
 
     # -- what a script sets up -----------------------------------------------------------------------------------------------------
 
