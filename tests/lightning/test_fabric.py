@@ -136,10 +136,13 @@ def test_a_missing_entry_of_a_file_is_named(fabric_class):
     with pytest.raises(KeyError, match=r"one\.ckpt has no \['optimizer'\]; it has \['model'\]"):
         fabric.load("one.ckpt", {"optimizer": None})
     assert fabric.load("one.ckpt", {"optimizer": None}, strict=False).keys() == {"model"}
+    fabric.save("all.ckpt", {"model": model, "step": 3}, filter={"model": lambda name, _: "0" in name, "step": bool})
+    rest = fabric.load("all.ckpt")
+    assert (sorted(rest["model"]), rest["step"]) == (["0.bias", "0.weight"], 3)
     torch.save(model.state_dict(), "raw.ckpt")
     other, _ = net()
     nn.init.zeros_(other[0].weight)
-    fabric.load_raw("raw.ckpt", other)
+    fabric.load_raw("raw.ckpt", other, weights_only=True)
     assert torch.equal(other[0].weight, model[0].weight)
 
 
@@ -159,6 +162,15 @@ def test_a_fabric_on_one_device_takes_the_precision_of_another(alias, fabric_cla
     player = fabric_class(strategy=strategy, devices=1).setup_module(nn.Linear(2, 2))
     assert player(torch.ones(1, 2)).dtype is torch.float32
     assert player.weight.dtype is torch.bfloat16
+
+
+def test_workers_are_seeded_by_rank_by_default(fabric_class, monkeypatch):
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "FABRICAMP_GLOBAL_SEED", "FABRICAMP_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")
+    fabric_class.seed_everything(3)
+    assert os.environ["PL_SEED_WORKERS"] == "1"
+    fabric_class.seed_everything(3, workers=False)
+    assert os.environ["PL_SEED_WORKERS"] == "0"
 
 
 def test_loggers_take_fabrics_arguments_and_write_all_at_the_end(alias, fabric_class, tmp_path):

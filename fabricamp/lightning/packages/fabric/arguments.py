@@ -79,7 +79,9 @@ def check_filter(given: Any, state: Mapping[str, Any]) -> Mapping[str, Callable[
 def state_of(value: Any, keep: Callable[[str, Any], bool] | None) -> Any:
     """Returns an entry's state dict, of which ``keep(name, value)`` keeps a part; other entries as they are."""
     found = value.state_dict() if hasattr(value, "state_dict") else value
-    return {name: one for name, one in found.items() if keep(name, one)} if keep is not None else found
+    if keep is None or not isinstance(found, dict):
+        return found
+    return {name: one for name, one in found.items() if keep(name, one)}
 
 
 def in_signature(method: Callable[..., Any], keywords: dict[str, Any]) -> dict[str, Any]:

@@ -366,10 +366,10 @@ class Fabric:
                 state[name] = value
         return content
 
-    def load_raw(self, path: str | Path, obj: Any, strict: bool = True) -> None:
+    def load_raw(self, path: str | Path, obj: Any, strict: bool = True, *, weights_only: bool | None = None) -> None:
         """Loads the state dict in a file into a module or an optimizer."""
         inner = _unwrap_objects(obj)
-        value = torch.load(path, map_location="cpu", weights_only=True)
+        value = torch.load(path, map_location="cpu", weights_only=weights_only is not False)
         inner.load_state_dict(value, strict=strict) if isinstance(inner, nn.Module) else inner.load_state_dict(value)
 
     # -- ranks, values, words ------------------------------------------------------------------------------------------------------
@@ -488,8 +488,8 @@ class Fabric:
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
-        """Seeds Python, NumPy and torch."""
-        return seed_everything(seed, workers=bool(workers), verbose=verbose)
+        """Seeds Python, NumPy and torch; ``workers`` None seeds the loaders' workers by rank too."""
+        return seed_everything(seed, workers=workers is not False, verbose=verbose)
 
 
 def _parameters_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:

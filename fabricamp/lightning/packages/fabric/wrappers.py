@@ -124,6 +124,11 @@ class _FabricDataLoader:
         self._device = device
         self._passes = 0
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where batches are moved to; None leaves them."""
+        return self._device
+
     def __len__(self) -> int:
         return len(self._loader)
 
