@@ -276,7 +276,7 @@ def all_profilers() -> list[str]:
 
 
 def rest() -> list[str]:
-    from fabricamp import Compile, CudaGraph, OptLevel, clip_grad_norm_, runs, seed_everything
+    from fabricamp import Activations, Compile, CudaGraph, OptLevel, clip_grad_norm_, runs, seed_everything
 
     functions = {"seed_everything": seed_everything, "clip_grad_norm_": clip_grad_norm_, "runs.plot": runs.plot}
     rows = [[call_of(name, one), Doc(one).first] for name, one in functions.items()]
@@ -293,6 +293,8 @@ def rest() -> list[str]:
         described("CudaGraph", CudaGraph, module="fabricamp"),
         "## The compiled step",
         described("Compile", Compile, module="fabricamp"),
+        "## Activations",
+        described("Activations", Activations, module="fabricamp"),
         "## The rest",
         table(("name", "what it is"), rows),
     ]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fabricamp import trainer as trainer
     from fabricamp import tuner as tuner
     from fabricamp import utilities as utilities
+    from fabricamp.activations import Activations as Activations
     from fabricamp.callbacks.base import Callback as Callback
     from fabricamp.compilation import Compile as Compile
     from fabricamp.cuda_graph import CudaGraph as CudaGraph
@@ -71,6 +72,7 @@ _PARTS = (
 )
 
 _HOMES = {
+    "Activations": "fabricamp.activations",
     "Callback": "fabricamp.callbacks.base",
     "CheckpointError": "fabricamp.errors",
     "Compile": "fabricamp.compilation",

@@ -63,7 +63,6 @@ __all__ = [
     "any_autocast",
     "cache_lookups",
     "call_at_end_of_backward",
-    "checkpoint_activations",
     "compilations_since",
     "compiled_by_user",
     "compiled_in_two_parts",
@@ -97,6 +96,7 @@ __all__ = [
     "last_compilation",
     "left_by_functorch",
     "load_zipfile",
+    "memory_budget",
     "observed",
     "open_zipfile_reader",
     "optimizer_step_breaks_graphs",
@@ -399,6 +399,14 @@ def cache_lookups() -> Lookups:
     return Lookups(counts["fxgraph_cache_hit"], counts["fxgraph_cache_miss"])
 
 
+def memory_budget(share: float) -> AbstractContextManager[None]:
+    """Returns a context in which the compiler keeps this share of what backward reads; public alone for a region in a forward."""
+    from torch._functorch import config
+
+    patched: AbstractContextManager[None] = config.patch(activation_memory_budget=share)
+    return patched
+
+
 def guarded_hooks() -> AbstractContextManager[None]:
     """Returns a context in which compiled code checks the hooks of the modules within it; torch leaves them out by default."""
     from torch._dynamo import config
@@ -460,13 +468,6 @@ def symmetric_memory() -> ModuleType:
     import torch.distributed._symmetric_memory as symmetric
 
     return symmetric
-
-
-def checkpoint_activations(module: torch.nn.Module) -> None:
-    """Makes ``module`` recompute its activations in backward, by hooks: the public wrapper changes parameter names."""
-    from torch.distributed._composable.checkpoint_activation import checkpoint
-
-    checkpoint(module)
 
 
 def sharded_modules() -> MutableMapping[torch.nn.Module, Any]:

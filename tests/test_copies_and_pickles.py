@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fabricamp import (
+    Activations,
     Callback,
     Compile,
     ConfigError,
@@ -590,6 +591,7 @@ VALUES = [
     IN_PLACE,
     CudaGraph(warmup=5, steps=2, hook_entries=[2]),
     Compile("modules", fullgraph=True),
+    Activations([torch.nn.Linear, "net.head"], save="inputs", offload=0.5),
     Transport(always_fp32=True),
     st.Environment(rank=1, world_size=2),
 ]

@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from fabricamp._utils.types import Batch, Output, Step
     from fabricamp.compilation import Part
     from fabricamp.engine.session import Session
-    from fabricamp.module import TrainingModule
-    from fabricamp.precision.base import Precision
-    from fabricamp.strategies.base import Strategy
 
 _LOG = logging.getLogger("fabricamp")
 
@@ -113,8 +110,8 @@ class Compilation:
         session = self._session
         part = self._options.part if self._options is not None else None
         against: dict[Part, Callable[[], str]] = {  # the largest part first
-            "step": partial(_against_step, session.module, session.strategy, session.precision),
-            "modules": partial(_against_modules, session.strategy),
+            "step": partial(_against_step, session),
+            "modules": partial(_against_modules, session),
             "blocks": partial(_against_blocks, session.module),
         }
         reasons = {name: reason() for name, reason in against.items() if part in (None, name)}
@@ -245,7 +242,8 @@ def _compilers_of(root: nn.Module) -> dict[str, Any]:
 # -- what cannot be compiled -------------------------------------------------------------------------------------------------------
 
 
-def _against_step(module: TrainingModule, strategy: Strategy, precision: Precision) -> str:
+def _against_step(session: Session) -> str:
+    module, strategy, precision = session.module, session.strategy, session.precision
     if not module.automatic_optimization:
         return "manual optimization calls backward and updates within training_step; give compile='modules' or 'blocks'"
     if strategy.name == "fsdp":
@@ -257,12 +255,22 @@ def _against_step(module: TrainingModule, strategy: Strategy, precision: Precisi
             f"precision {precision.name!r} casts at the modules that the step calls, and the casts stay outside of "
             "compiled code; give compile='modules' or 'blocks'"
         )
-    return ""
+    return _against_offload(session)
 
 
-def _against_modules(strategy: Strategy) -> str:
-    if strategy.name == "fsdp":
+def _against_modules(session: Session) -> str:
+    if session.strategy.name == "fsdp":
         return "strategy 'fsdp' gathers parameters within the modules that the step calls; give compile='blocks'"
+    return _against_offload(session)
+
+
+def _against_offload(session: Session) -> str:
+    activations = session.settings.activations
+    if activations is not None and activations.offload:
+        return (
+            f"Activations(offload={activations.offload}) moves what is saved between blocks, which then have to be compiled by "
+            "themselves; give compile='blocks'"
+        )
     return ""
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 
+from fabricamp.engine.block_calls import REPEATING, BlockCall
 from fabricamp.precision.boundary import hook_before_first_call, others_hook_all_modules
 from fabricamp.torch_private import compiled_by_user, current_backward, observed
 
@@ -141,7 +142,9 @@ class CompiledCall:
             return module._call_impl(*args, **kwargs)
         calls = self._calls
         hook_before_first_call(module)
-        program = partial(calls.program(self._key, module), module)
+        program: Callable[..., Any] = partial(calls.program(self._key, module), module)
+        if isinstance(call := vars(module).get("forward"), BlockCall):
+            program = call.around(program)
         calls.within = True
         calls.watch.name = type(module).__name__
         try:
@@ -154,7 +157,7 @@ class CompiledCall:
 
     def _runs_compiled(self) -> bool:
         calls = self._calls
-        if calls.within or not (calls.armed or current_backward() != -1) or observed():
+        if calls.within or REPEATING.on or not (calls.armed or current_backward() != -1) or observed():
             return False
         if others_hook_all_modules():
             calls.watch.say_hooked()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from fabricamp.engine.compiled_calls import repeated_blocks
 from fabricamp.ops.shards import local
 from fabricamp.optimizers import FusedAdam, FusedLion, FusedOptimizer, FusedSGD
 from fabricamp.optimizers.refusals import owned_parameters
@@ -155,7 +156,7 @@ def helping_words(
         words.append(Word(batch, (use.others + logits) // 2))
         if level in ("O0", "32-true"):
             words.append(Word('precision="O4"', use.others * 2 // 5))
-        if not getattr(settings, "activations", True):
+        if settings.activations is None and repeated_blocks(parts.module):
             words.append(Word('activations="recompute"', use.others * 3 // 5))
     if logits:
         words.append(Word("FusedLinearCrossEntropy as the head", logits * 7 // 8))

@@ -28,6 +28,7 @@ from fabricamp.checkpoint.packing import described_objects, loads_unasked, pack_
 from fabricamp.checkpoint.plain import stages_as_text
 from fabricamp.data import draw_a_pass, release_workers, set_epoch, set_sampler_epoch
 from fabricamp.data.lengths import without
+from fabricamp.engine.activations import BlockActivations
 from fabricamp.engine.checks.model_checks import warn_of_oversights
 from fabricamp.engine.checks.monitors import MonitorLook
 from fabricamp.engine.checks.optimizer_states import StateLook, check_states, keeps_others
@@ -143,6 +144,7 @@ class Session(RunParts):
         self._channels_last: list[nn.Parameter] = []
         self.graphs = Graphs(self)
         self.compilation = Compilation(self)
+        self.activations = BlockActivations(self)
         self.predicted: PredictionRecord | None = None
         self.data = DataSource(source, module, strategy, self.precision, self.settings, state)
         self.run_summary = RunSummary(self)
@@ -315,6 +317,7 @@ class Session(RunParts):
 
     def _wrap_step(self) -> None:
         self.graphs.enter_stream()
+        self.activations.put_on()
         # This also takes in parameter groups that callbacks added, so that their state is loaded for fp32 masters.
         automatic = self.module.automatic_optimization
         clip = self.settings.clip if automatic else None
@@ -745,6 +748,7 @@ class Session(RunParts):
         self.run_context.metrics = None
         self.resume_point.end()
         self.compilation.close()
+        self.activations.take_off()
         self.conversion.undo()
         give_back(self._channels_last)
         if not failed:

@@ -95,7 +95,7 @@ class Loop:
         logger: a logger or a list of them for :meth:`log`; False: none.
         **options: further arguments of the Trainer: ``nan_policy``, ``deterministic``, ``benchmark``, ``detect_anomaly``,
             ``sync_batchnorm``, ``use_distributed_sampler``, ``per_sample_seed``, ``prefetch_batches``, ``partial_window``,
-            ``performance``, ``plugins``, ``checkpoint_objects``, ``default_root_dir``.
+            ``performance``, ``plugins``, ``checkpoint_objects``, ``activations``, ``default_root_dir``.
 
     Raises:
         ConfigError: for what cannot work, with what to change; before the first batch.
@@ -672,6 +672,7 @@ _OPTIONS = (
     "performance",
     "plugins",
     "checkpoint_objects",
+    "activations",
     "default_root_dir",
 )
 """The Trainer's arguments that ``Loop(**options)`` passes on."""

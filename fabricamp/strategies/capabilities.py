@@ -59,6 +59,10 @@ class Sharding:
         """Returns why no weights are gathered in FP8 (``Float8(all_gather=True)``); an empty string if they can be."""
         return "it gathers no weights in FP8; give strategy='fsdp', or leave all_gather out"
 
+    def refuses_offload(self) -> str:
+        """Returns why activations cannot wait in host memory (``Activations(offload=...)``); an empty string if they can."""
+        return ""
+
     def allows_inference_mode(self) -> bool:
         """Whether evaluations may run in torch's inference mode; without it they run without gradients."""
         return True

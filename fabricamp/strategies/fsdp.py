@@ -1,6 +1,6 @@
 """Fully sharded data parallel (torch's ``fully_shard``): each rank holds a shard of parameters, gradients and optimizer states.
 
-In this order: the strategy with its activation checkpointing; the full gradients that it keeps during an accumulation; the root
+In this order: the strategy; the full gradients that it keeps during an accumulation; the root
 module in a training step; the way back to a plain module after a run; the checks of its options.
 """
 
@@ -29,7 +29,6 @@ from fabricamp.strategies.fsdp_units import (
     Unit,
     described,
     layers_to_name,
-    of_classes,
     own_modules,
     refuse_second_order,
     stays_gathered,
@@ -41,7 +40,6 @@ from fabricamp.strategies.tensor_parallel import TENSOR, checked_tensor_parallel
 from fabricamp.strategies.unused_parameters import listed
 from fabricamp.torch_private import (
     abandon_sharded_step,
-    checkpoint_activations,
     current_stream_is_capturing,
     keep_whole_gradient,
     sharded_modules,
@@ -90,7 +88,6 @@ class FSDP(ProcessGroupStrategy, Sharding):
             keeps them; a number reshards over this number of ranks, which keeps a larger shard.
         offload: keeps shards, gradients and optimizer states in host memory, and runs the update there; weights are moved to the
             GPU unit by unit.  Without loss scaling: at O0, O3, O4 and O5.
-        activation_checkpointing: classes of modules that recompute their activations in backward.
         parallelize: a function of the module and a mesh that splits layers with torch's ``parallelize_module``; numbers of
             modules that it changes (heads of an attention) are restored after the run.
         tensor_parallel: number of neighbouring ranks to split the layers over; they compute one batch together.
@@ -115,7 +112,6 @@ class FSDP(ProcessGroupStrategy, Sharding):
         replicate: int = 1,
         reshard_after_forward: bool | int | Literal["zero2", "zero3"] = True,
         offload: bool = False,
-        activation_checkpointing: Sequence[type[nn.Module]] = (),
         parallelize: Callable[[nn.Module, DeviceMesh], object] | None = None,
         tensor_parallel: int = 1,
         timeout: float | timedelta | None = None,
@@ -123,7 +119,6 @@ class FSDP(ProcessGroupStrategy, Sharding):
         super().__init__(timeout=timeout)
         asked_exchange()  # raises for a wrong value
         self.units = _checked_units(units)
-        self.activation_checkpointing = _checked_classes("activation_checkpointing", activation_checkpointing)
         self.replicate = check_number("replicate", replicate, owner="FSDP", least=1)
         self.offload = check_flag("offload", offload, owner="FSDP")
         self.parallelize = parallelize
@@ -170,8 +165,6 @@ class FSDP(ProcessGroupStrategy, Sharding):
         self._module = module
         self._trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
         self._dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
-        for _, submodule in of_classes(module, self.activation_checkpointing, "activation_checkpointing"):
-            checkpoint_activations(submodule)  # before the hooks that gather
 
         first_values = FirstValues.together(module, self)
         self._mesh = self._mesh_of_ranks()
@@ -496,6 +489,12 @@ class FSDP(ProcessGroupStrategy, Sharding):
                 f"FSDP(reshard_after_forward={after}) keeps larger shards, which are not gathered in FP8; give True or False, or "
                 "leave all_gather out"
             )
+        return ""
+
+    def refuses_offload(self) -> str:
+        """Returns the option whose activations have parts on several ranks; an empty string without it."""
+        if self.parallelize is not None:
+            return "activations of layers that are split are not moved; leave FSDP(parallelize=...) out, or give save='inputs'"
         return ""
 
     def refuses_graph(self) -> str:
@@ -850,7 +849,7 @@ class Undo:
 
 
 def _is_torchs(hook: object) -> bool:
-    """Returns whether ``fully_shard`` or activation checkpointing registered the hook."""
+    """Returns whether ``fully_shard`` registered the hook."""
     return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith(_TORCHS)
 
 
@@ -869,13 +868,6 @@ def replace_shards(module: nn.Module, make: Callable[[Any], Tensor]) -> None:
 
 
 _ZERO_NAMES: Final = {"zero3": True, "zero2": False}
-
-
-def _checked_classes(name: str, value: object) -> list[type[nn.Module]]:
-    """Returns the list of classes of option ``name``; raises :class:`ConfigError` for anything but module classes."""
-    if isinstance(value, (list, tuple, set)) and all(map(_is_module_class, value)):
-        return list(value)
-    raise ConfigError(f"FSDP({name}={value!r:.200}) has to be a list of classes of submodules, such as {name}=[Block]")
 
 
 def _checked_units(value: object) -> Literal["auto"] | list[type[nn.Module] | str]:

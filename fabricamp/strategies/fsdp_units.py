@@ -46,7 +46,7 @@ def units_of(module: nn.Module, wanted: str | Sequence[type[nn.Module] | str]) -
     Raises :class:`ConfigError` for classes without a submodule, for names of none, for parameters shared by two units, and if one
     unit holds more than half of a large module's weights.
     """
-    chosen = _repeated(module) if isinstance(wanted, str) else _given(module, wanted)
+    chosen = _repeated(module) if isinstance(wanted, str) else given_modules(module, wanted, "FSDP(units=")
     units = []
     owned: set[int] = set()
     # Reversed, so that inner units come first and outer ones get the parameters that are left.
@@ -73,32 +73,37 @@ def own_modules(unit: Unit, units: Sequence[Unit]) -> list[nn.Module]:
 
 
 def of_classes(module: nn.Module, classes: Sequence[type[nn.Module]], option: str) -> list[tuple[str, nn.Module]]:
-    """Returns the submodules of these classes that have parameters; raises :class:`ConfigError` for a class without submodules."""
+    """Returns the submodules of these classes that have parameters; raises :class:`ConfigError` for a class without submodules.
+
+    ``option``: the argument that names them, such as "FSDP(units=", for the message.
+    """
     submodules = [(name, submodule) for name, submodule in module.named_modules() if name]
     matching = [(name, submodule) for name, submodule in submodules if issubclass(type(submodule), tuple(classes))]
     missing = [wanted.__name__ for wanted in classes if not any(isinstance(match, wanted) for _, match in matching)]
     if missing:
         composite = sorted({type(submodule).__name__ for _, submodule in submodules if any(submodule.children())})
         raise ConfigError(
-            f"FSDP({option}=[{', '.join(missing)}]): {type(module).__name__} has no submodule of this class; it has "
+            f"{option}[{', '.join(missing)}]): {type(module).__name__} has no submodule of this class; it has "
             f"{', '.join(composite) or 'none that has submodules'}, leave the others out"
         )
     return [(name, submodule) for name, submodule in matching if _has_parameters(submodule)]
 
 
-def _given(module: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> list[tuple[str, nn.Module]]:
-    """Returns the submodules of these classes and names, in the order of ``named_modules()``."""
+def given_modules(
+    module: nn.Module, wanted: Sequence[type[nn.Module] | str], option: str
+) -> list[tuple[str, nn.Module]]:
+    """Returns the submodules of these classes and names, in the order of ``named_modules()``; ``option`` as in of_classes."""
     classes = [one for one in wanted if not isinstance(one, str)]
-    chosen = {id(submodule) for _, submodule in (of_classes(module, classes, "units") if classes else ())}
-    chosen |= {id(_of_name(module, name)) for name in wanted if isinstance(name, str)}
+    chosen = {id(submodule) for _, submodule in (of_classes(module, classes, option) if classes else ())}
+    chosen |= {id(_of_name(module, name, option)) for name in wanted if isinstance(name, str)}
     return [(name, submodule) for name, submodule in module.named_modules() if id(submodule) in chosen]
 
 
-def _of_name(module: nn.Module, name: str) -> nn.Module:
-    """Returns the submodule; raises :class:`ConfigError` if there is none, or none that can be gathered when it is called."""
+def _of_name(module: nn.Module, name: str, option: str) -> nn.Module:
+    """Returns the submodule; raises :class:`ConfigError` if there is none, or none with parameters that is called."""
     submodules = dict(module.named_modules(remove_duplicate=False))
     submodule: nn.Module | None = submodules.get(name) if name else None
-    beginning = f"FSDP(units=[{name!r}]): {type(module).__name__}"
+    beginning = f"{option}[{name!r}]): {type(module).__name__}"
     if submodule is None:
         raise ConfigError(f"{beginning} has no submodule of this name{nearest(name, filter(None, submodules))}")
     if not _has_parameters(submodule):

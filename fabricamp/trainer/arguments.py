@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 from fabricamp._utils.containers import own_containers
+from fabricamp.activations import Activations, as_activations
 from fabricamp.arguments.cadence import as_seconds, validation_times
 from fabricamp.arguments.checks import NO_LIMIT, check_choice, check_count, check_flag, check_number
 from fabricamp.arguments.environment import arguments_from_environment
@@ -158,6 +159,7 @@ class Settings:
     cuda_graph: CudaGraph | None
     performance: Performance | None = _checked(as_performance)  # noqa: RUF009 - a field of the dataclass
     compile: Compile | None = _checked(as_compile)  # noqa: RUF009
+    activations: Activations | None = _checked(as_activations)  # noqa: RUF009
     accumulation_schedule: Mapping[int, int] | None = None
     """Maps an epoch to ``accumulate_grad_batches`` from that epoch on; None: the same in all epochs."""
     left_by_schedule: int = 1

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fabricamp._utils.types import StateDict
+    from fabricamp.activations import Activations
     from fabricamp.callbacks.base import Callback
     from fabricamp.checkpoint import CheckpointIO
     from fabricamp.compilation import Compile
@@ -123,6 +124,8 @@ class Trainer(TrainerProperties):
         performance: "max", "safe" or a dict of ``tf32``, ``matmul_precision``, ``benchmark``, ``channels_last`` and ``hold_gc``.
         compile: True compiles the training step with ``torch.compile``, or as much of it as the precision and the strategy allow;
             "step", "modules" and "blocks" name the part; a :class:`Compile`, or a dict of its keywords, has options.
+        activations: what the blocks of a network keep for backward: "keep", "recompute" (a block's inputs alone), "offload" (all
+            of it, in host memory); an :class:`Activations`, or a dict of its keywords, has options.
         default_root_dir: where logs and checkpoints go; None is the current folder.
 
     Raises:
@@ -194,6 +197,7 @@ class Trainer(TrainerProperties):
         barebones: bool | None = False,
         performance: str | dict[str, Any] | None = None,
         compile: bool | str | dict[str, Any] | Compile | None = False,  # noqa: A002 - torch's name of it
+        activations: str | dict[str, Any] | Activations | None = "keep",
         default_root_dir: str | Path | None = None,
         **unknown: Any,
     ) -> None:

@@ -70,18 +70,12 @@ class Even(Block):
 
 
 class Blocks(sharded.Net):
-    """The sharded tests' network: three blocks, counted calls, and what the weights of a block are after the forward."""
+    """The sharded tests' network: three blocks, and what the weights of a block are after the forward."""
 
     def __init__(self):
         torch.manual_seed(3)
         super().__init__()
-        self.calls = 0
         self.after_forward = []
-        for block in self.blocks:
-            block.register_forward_pre_hook(self._count)
-
-    def _count(self, *_):
-        self.calls += 1
 
     def training_step(self, batch, batch_idx):
         loss = F.cross_entropy(self(batch[0]), batch[1])
@@ -432,11 +426,6 @@ def offloaded(seen):
     return "" if seen.within["offload"] else "on the device"
 
 
-def recomputed(seen):
-    forwards = seen.module.calls / (STEPS * seen.accumulate)
-    return "" if forwards == 2 * 3 else f"{forwards} calls of blocks in a micro-batch"
-
-
 def split(module, mesh):
     for block in module.blocks:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -497,7 +486,6 @@ ROWS = {
             {"reshard_after_forward": 2}, str, LEVELS, "FSDP(reshard_after_forward=2) has to divide the number of ranks"
         ),
         "offload": sharding({"units": [Block], "offload": True}, offloaded, ["O1", "O2"], "offload=True"),
-        "activation_checkpointing": sharding({"activation_checkpointing": [Block]}, recomputed),
         "parallelize": sharding({"parallelize": split, "tensor_parallel": 2}, is_split, make=EvenBlocks),
         "tensor_parallel": sharding(
             {"parallelize": split, "tensor_parallel": 2, "units": [Even]}, is_split, make=EvenBlocks

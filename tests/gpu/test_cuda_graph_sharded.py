@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fabricamp import Callback, Compile, CudaGraph, Float8, OptLevel, TrainingModule, seed_everything
+from fabricamp import Activations, Callback, Compile, CudaGraph, Float8, OptLevel, TrainingModule, seed_everything
 from fabricamp.optimizers import LARC, FusedAdam, FusedLAMB, FusedSGD
 from fabricamp.strategies import FSDP, fsdp_collectives
 from tests.distributed.ranks import run_ranks
@@ -133,8 +133,8 @@ def fitted(
             [Block, Odd] if module.odd else [Block],
             reshard_after_forward=reshard,
             replicate=replicate,
-            activation_checkpointing=[Block] if checkpointing else [],
         ),
+        activations=Activations([Block], save="inputs") if checkpointing else "keep",
         precision=precision() if callable(precision) else precision,
         max_epochs=1,
         num_sanity_val_steps=1,

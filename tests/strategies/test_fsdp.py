@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
-from fabricamp import Callback, ConfigError
+from fabricamp import Activations, Callback, ConfigError
 from fabricamp.callbacks import (
     AmpState,
     DivergenceCheck,
@@ -162,8 +162,8 @@ def test_units_that_cannot_be_are_refused():
         ({"device_mesh": None}, "has no argument 'device_mesh'; write replicate= with the number of copies"),
         ({"offload": "cpu"}, r"FSDP\(offload='cpu'\) is not allowed; give True or False"),
         ({"cpu_offload": True}, "write offload=True"),
-        ({"activation_checkpointing": nn.Linear}, r"has to be a list of classes of submodules"),
-        ({"activation_checkpointing_policy": {nn.Linear}}, r"write activation_checkpointing=\[...\]"),
+        ({"activation_checkpointing": [nn.Linear]}, r"write Trainer\(activations='recompute'\)"),
+        ({"activation_checkpointing_policy": {nn.Linear}}, r"or activations=Activations\(\[Block\], save='inputs'\)"),
         ({"parallelize": len}, r"tensor_parallel=1\): give both"),
         ({"tensor_parallel": 2}, r"FSDP\(parallelize=None, tensor_parallel=2\): give both"),
         ({"parallelize": 1, "tensor_parallel": 2}, r"FSDP\(parallelize=1\) has to be a function"),
@@ -219,7 +219,6 @@ class Unfreezing(Callback):
         (Classifier, {"precision": OptLevel("O4", cast_model_outputs="float16")}, "cast_model_outputs="),
         (Classifier, {"precision": OptLevel("O1", num_losses=2)}, r"num_losses=2\) with strategy='fsdp' is not offered"),
         (Classifier, {"strategy": FSDP(reshard_after_forward=2)}, r"has to divide the number of ranks that share a copy, 1"),
-        (Classifier, {"strategy": FSDP(activation_checkpointing=[nn.Conv2d])}, r"g=\[Conv2d\]\): Classifier has no"),
         (Classifier, {"strategy": FSDP(replicate=2)}, r"FSDP\(replicate=2\) has to divide the number of ranks, 1"),
         (Classifier, {"strategy": FSDP(offload=True), "precision": "O2"}, r"offload=True\) with precision 'O2' .* 'O4' or 'O5'"),
         (Classifier, {"strategy": FSDP(offload=True), "nan_policy": "raise"}, "nan_policy='raise' is not offered"),
@@ -253,11 +252,11 @@ class Penalized(Classifier):
 
 
 @pytest.mark.parametrize(("units", "words"), [([nn.Linear], "through 'net.2'"), ([nn.Sequential], "through 'net'")])
-@pytest.mark.parametrize("checkpointed", [[], [nn.Linear]], ids=["kept", "checkpointed"])
-def test_a_gradient_of_a_gradient_is_refused_at_the_first_batch(units, words, checkpointed):
-    strategy = FSDP(units, activation_checkpointing=checkpointed)
+@pytest.mark.parametrize("again", [None, Activations([nn.Linear], save="inputs")], ids=["kept", "computed again"])
+def test_a_gradient_of_a_gradient_is_refused_at_the_first_batch(units, words, again):
+    trainer = quiet_trainer(strategy=FSDP(units), max_epochs=1, activations=again)
     with pytest.raises(ConfigError, match=f"{words} with strategy='fsdp' is not offered"):
-        quiet_trainer(strategy=strategy, max_epochs=1).fit(Penalized(create_graph=True), loader(8, 4))
+        trainer.fit(Penalized(create_graph=True), loader(8, 4))
     dist.destroy_process_group() if dist.is_initialized() else None
 
 
@@ -362,7 +361,7 @@ def test_batch_norm_is_gathered_in_fp32_and_what_the_step_calls_gives_fp32(level
 
 
 @pytest.mark.parametrize("level", ["O0", "O5"])
-def test_activations_are_computed_again_to_the_same_bits_under_the_same_names(level):
+def test_activations_are_computed_again_whatever_the_units(level):
     calls = []
 
     class Noisy(Classifier):
@@ -371,22 +370,29 @@ def test_activations_are_computed_again_to_the_same_bits_under_the_same_names(le
             self.net.insert(2, nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2)))
             self.net[2][0].register_forward_hook(lambda *_: calls.append(1))
 
-    def trained(**options):
+    def trained(units, **options):
         calls.clear()
         torch.manual_seed(0)
         module = Noisy()
         names = list(module.state_dict())
-        strategy = FSDP([nn.Linear], **options)
-        quiet_trainer(strategy=strategy, max_steps=3, precision=level).fit(module, loader(16, 4))
+        quiet_trainer(strategy=FSDP(units), max_steps=3, precision=level, **options).fit(module, loader(16, 4))
         assert list(module.state_dict()) == names
         return torch.cat([one.flatten() for one in module.state_dict().values()]), len(calls), module
 
-    straight, once, _ = trained()
-    again, twice, module = trained(activation_checkpointing=[nn.Sequential])
-    assert torch.equal(straight, again)
-    assert (once, twice >= 2 * once) == (3, True)
-    module.net(torch.ones(1, 8)).sum().backward()
-    assert len(calls) == twice + 1  # no recomputation after the run
+    straight, once, _ = trained([nn.Linear])
+    assert once == 3
+    # Units within a block, and blocks within a unit.
+    for units, blocks in (
+        ([nn.Linear], ["net"]),
+        ([nn.Linear], ["net.2"]),
+        ([nn.Sequential], ["net.2"]),
+        ("auto", ["net"]),
+    ):
+        again, twice, module = trained(units, activations=Activations(blocks, save="inputs"))
+        assert torch.equal(straight, again)
+        assert twice == 2 * once
+        module.net(torch.ones(1, 8)).sum().backward()
+        assert len(calls) == twice + 1  # no recomputation after the run
 
 
 @pytest.mark.parametrize("offset", [0, 4, 12])

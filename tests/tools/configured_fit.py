@@ -266,7 +266,7 @@ STRATEGIES = {
     "delayed_ddp, sums": (2, lambda: DelayedDDP(gradient_average=False, broadcast_buffers=False)),
     "delayed_ddp, bf16": (2, lambda: DelayedDDP(allreduce_dtype=torch.bfloat16)),
     "fsdp": (2, lambda: "fsdp"),
-    "fsdp, units": (2, lambda: FSDP([torch.nn.Linear], activation_checkpointing=[torch.nn.Linear])),
+    "fsdp, units": (2, lambda: FSDP([torch.nn.Linear])),
     "fsdp, zero2": (2, lambda: FSDP(reshard_after_forward="zero2")),
     "one rank of delayed_ddp": (1, lambda: "delayed_ddp"),
     "one rank of fsdp": (1, lambda: "fsdp"),

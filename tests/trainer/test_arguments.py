@@ -50,6 +50,7 @@ WRONG = {
     "enable_model_summary": ["no"],
     "start_method": ["popen"],
     "compile": ["yes", 1, {"backends": "eager"}],
+    "activations": ["keeping", 0.5, True],
     "cuda_graph": ["always", 2, True],  # True is wrong on a CPU
     "deterministic": ["yes", 1],
     "benchmark": ["yes"],

@@ -157,11 +157,12 @@ class LogWatch:
 
 def host_generators() -> dict[str, Any]:
     """Returns the states of the host's random generators, by the name for an error message."""
-    return {
-        "torch's CPU generator": torch.get_rng_state().numpy().tobytes(),
-        "random": random.getstate(),
-        "numpy.random": pickle.dumps(np.random.get_state(legacy=False)),
-    }
+    return {"torch's CPU generator": torch.get_rng_state().numpy().tobytes(), **generators_of_others()}
+
+
+def generators_of_others() -> dict[str, Any]:
+    """Returns the states of Python's and NumPy's random generators, by the name for an error message."""
+    return {"random": random.getstate(), "numpy.random": pickle.dumps(np.random.get_state(legacy=False))}
 
 
 class ChangedAttribute(NamedTuple):

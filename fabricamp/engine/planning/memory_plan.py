@@ -138,7 +138,10 @@ def plan_memory(trainer: Trainer, module: TrainingModule, source: GivenData, car
             session.attach()
             session.open(None, None)
             traced = _Traced(session, mode, compiled, unedited)
-    return _placed(traced, chosen, strategy, world_size, graph=graph)
+    plan = _placed(traced, chosen, strategy, world_size, graph=graph)
+    if (activations := trainer._runner.settings.activations) != traced.settings.activations:
+        plan.notes.append(f"{activations}: what waits in host memory, or is the compiler's choice, is counted as kept")
+    return plan
 
 
 @contextlib.contextmanager
@@ -188,6 +191,8 @@ def _as_single_on_cpu(trainer: Trainer, module: nn.Module) -> Iterator[Compile |
         settings.cuda_graph = None
         compiled = settings.compile
         settings.compile = None
+        if settings.activations is not None:
+            settings.activations = settings.activations.on_the_device()
         settings.enable_autolog_hparams = False
         trainer.strategy, trainer.device_type = _WithoutMemory(), "cpu"
         runner.environment, runner.launches, runner.around = trainer.strategy.environment, False, None
