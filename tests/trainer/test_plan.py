@@ -72,14 +72,14 @@ def tiny(**more):
     return GPT(96, context=32, layers=2, width=32, heads=2, **more)
 
 
-def requests(run, *inputs):
+def requests(run, *inputs, autocast=True):
     """Returns the bytes that ``run`` leaves in memory for its backward, and its output."""
     from fabricamp.engine.planning.tracing import FakeTensorMode, Recorder, as_on_a_gpu
 
     with FakeTensorMode():
         tensors = [torch.empty(shape, dtype=dtype, requires_grad=dtype.is_floating_point) for shape, dtype in inputs]
         recorder = Recorder(tensors)
-        with as_on_a_gpu(), recorder, torch.autocast("cpu", torch.bfloat16):
+        with as_on_a_gpu(), recorder, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             output = run(*tensors)
         return sum(dict(recorder.events).values()), output
 
@@ -122,6 +122,25 @@ def test_operations_keep_what_they_keep_on_a_gpu():
     kept, (output, _) = requests(recurrent, ((4, 64, 32), torch.float32))
     assert output.shape == (4, 64, 48)
     assert kept > 6 * 2 * 4 * 64 * 48 * 2  # gates of two layers, in half precision
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_a_norm_of_two_dtypes_keeps_its_parts_as_torchs_does():
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x, weight = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True), torch.ones(32, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = F.rms_norm(x, (32,), weight)
+    for one in (x, weight):
+        kept.pop(one.untyped_storage().data_ptr(), None)
+    planned, _ = requests(
+        lambda x, weight: F.rms_norm(x, (32,), weight), ((64, 32), x.dtype), ((32,), weight.dtype), autocast=False
+    )
+    assert planned == sum(kept.values()) + output.nbytes
 
 
 class Cached(nn.Module):

@@ -185,13 +185,12 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    if _programs.traced:  # a compiler fuses its parts
+    # A compiler fuses the parts itself; torch's fused norm takes one dtype.
+    if _programs.traced or (weight is not None and weight.dtype != x.dtype):
         wide = x.float()
         dims = tuple(range(x.dim() - len(shape), x.dim()))
-        scaled = (wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + (eps or 1e-6))).to(x.dtype)
-        return scaled if weight is None else scaled * weight
-    if weight is not None:
-        weight = weight.to(torch.promote_types(weight.dtype, x.dtype))
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(dims, keepdim=True) + (eps or 1e-6))
+        return (scaled if weight is None else scaled * weight).to(x.dtype)
     result: Tensor = _RMSNorm.apply(x, weight, len(shape))  # type: ignore[no-untyped-call]
     return result
 
