@@ -193,6 +193,19 @@ def test_blocks_take_less_than_eager_ones_and_a_second_micro_batch_takes_gradien
     assert accumulating.peak_allocated - eager.peak_allocated == pytest.approx(gradients, rel=0.2)
 
 
+def test_blocks_that_compute_again_keep_their_inputs():
+    def plan(**options):
+        module = Words(partial(GPT, 96, context=256, layers=4, width=256, heads=4), partial(FusedAdam, lr=1e-3))
+        return quiet_trainer(max_steps=1, precision="O4", **options).plan(module, words(32, 256, 96), card="H100")
+
+    kept, again, compiled = plan(), plan(activations="recompute"), plan(activations="recompute", compile="blocks")
+    assert again.parts["activations and others"] < 0.5 * kept.parts["activations and others"]
+    assert 'activations="recompute"' in [word.text for word in kept.words]
+    assert 'activations="recompute"' not in [word.text for word in again.words]
+    assert compiled.parts == again.parts
+    assert compiled.notes == ["compile: blocks that compute activations again are planned as eager ones"]
+
+
 # -- the allocator -------------------------------------------------------------------------------------------------------------
 
 

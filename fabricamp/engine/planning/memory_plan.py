@@ -284,7 +284,11 @@ class _Traced:
         self.batches: list[int] = []
         blocks = CompiledBlocks(self.recorder)
         self.uncompiled = blocks.uncompiled
-        if compiled is not None:
+        self.compiled = compiled is not None
+        activations = self.settings.activations
+        self.computes_again = activations is not None and activations.save != "all"
+        # Torch's compiler keeps what is computed again apart; a trace of the block alone would not.
+        if compiled is not None and not self.computes_again:
             blocks.put_on(repeated_blocks(module))
         unedited.holds = False  # the user's own comparisons need values
         try:
@@ -459,6 +463,8 @@ def _placed(traced: _Traced, card: Card, strategy: Strategy, world_size: int, *,
     notes += [
         f"compile: calls of {name} could not be traced, and are planned as eager ones" for name in traced.uncompiled
     ]
+    if traced.compiled and traced.computes_again:
+        notes.append("compile: blocks that compute activations again are planned as eager ones")
     if graph:
         notes.append("cuda_graph: a graph's pool keeps the memory of a step; eager steps before the capture borrow it")
     if updates:
