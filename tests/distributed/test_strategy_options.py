@@ -449,8 +449,24 @@ def one_device(level, accumulate):
     return taken.refusal
 
 
+def of_fabric(level, accumulate):
+    """Arguments of Lightning's class that choose nothing here."""
+    taken = fit(level, accumulate, lambda: SingleDeviceStrategy(accelerator="cpu", precision=object()), Small)
+    return taken.refusal
+
+
+def plug_in(level, accumulate):
+    taken = fit(level, accumulate, lambda: SingleDeviceStrategy(checkpoint_io=object()), Small)
+    return "" if "give Trainer(plugins=[...])" in taken.refusal else taken.refusal or "a plug-in is taken"
+
+
 ROWS = {
-    SingleDeviceStrategy: {"device": one_device},
+    SingleDeviceStrategy: {
+        "device": one_device,
+        "accelerator": of_fabric,
+        "checkpoint_io": plug_in,
+        "precision": of_fabric,
+    },
     DDP: {
         "find_unused_parameters": unused_parameters,
         "static_graph": static_graph,
