@@ -82,9 +82,9 @@ def summarise(folder: Path) -> Summary:
         logged_steps, logged_best = _from_logs(folder)
         steps = logged_steps if steps is None else steps
         best = best or logged_best
-    fits = chain((content,), map(read_run_file, folder.glob("run-*.json")))
+    fits = [content, *map(read_run_file, folder.glob("run-*.json"))]
     starts = [start for fit in fits if (start := _text(fit, "started"))] or [_first_written(folder)]
-    earlier = _text(content, "resumes")
+    earlier = next((path for fit in fits if (path := _text(fit, "resumes"))), "")
     resumes = _resolved(folder, earlier) if earlier else None
     return Summary(
         folder, _others(folder, content), min(starts, key=_moment), steps, best, status, reason, None, resumes
@@ -116,8 +116,7 @@ def show(folder: str | Path) -> None:
         raise ConfigError(
             f"{str(folder)!r} {'holds no run' if root.is_dir() else 'is not a folder'}; give the folder of runs"
         )
-    names = {run.folder.resolve(): str(run.folder) for run in runs}
-    rows = [_row(run, names) for run in runs]
+    rows = list(map(_row, runs))
     # `watch` shows what comes through its pipe on a terminal, whose width it sets as COLUMNS.
     is_watched = "COLUMNS" in os.environ and not _is_file(sys.stdout)
     if not is_terminal(sys.stdout) and not is_watched:
@@ -180,11 +179,11 @@ def _listed(folders: Sequence[Path]) -> list[Summary]:
     return listed
 
 
-def _row(run: Summary, names: Mapping[Path, str]) -> dict[str, str]:
+def _row(run: Summary) -> dict[str, str]:
     """Returns the cells of a run; its name is its path from the current folder, as ``fabricamp plot`` takes it."""
     ending = _ending(run)
-    if run.resumes is not None:
-        ending = f"resumes {names.get(run.resumes, run.resumes)}: {ending}"
+    if run.resumes is not None:  # named as seen from its own folder's neighbours: the column is narrow
+        ending = f"resumes {os.path.relpath(run.resumes, run.folder.resolve().parent)}: {ending}"
     indent = "" if run.of is None else "  "
     return {
         "run": indent + printable(str(run.folder)),

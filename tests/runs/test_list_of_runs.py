@@ -222,6 +222,10 @@ def saving(**options):
     return quiet_trainer(logger=logger, enable_checkpointing=True, log_every_n_steps=1, **options)
 
 
+def newest(folder):
+    return max(Path(folder).rglob("*.ckpt"), key=lambda file: int(file.stem.partition("step=")[2]))
+
+
 def names_in(folder):
     return sorted(one.name for one in Path(folder).iterdir())
 
@@ -244,14 +248,24 @@ def listed(capsys, monkeypatch):
     return rows
 
 
-def test_a_run_that_goes_on_in_a_folder_of_its_own_says_of_which(listed, capsys):
+def test_a_run_that_goes_on_in_a_folder_of_its_own_says_of_which(listed, capsys, monkeypatch):
     saving(max_steps=2).fit(Described(), loader())
     saving(max_steps=4).fit(Described(), loader(), ckpt_path="last")
     Path("elsewhere").symlink_to("runs")
     first, second = listed("runs")
     assert (first[0], first[2], first[4]) == ("runs/version_0", "2", "max_steps=2 reached")
     assert (second[0], second[2]) == ("runs/version_1", "4")
-    assert second[4] == "resumes runs/version_0: max_steps=4 reached"
+    assert second[4] == "resumes version_0: max_steps=4 reached"
+    logger = CSVLogger("runs", name=None, version=1)  # and once more, in its own folder
+    quiet_trainer(logger=logger, max_steps=5).fit(Described(), loader(), ckpt_path=newest("runs/version_1"))
+    assert listed("runs")[1][4] == "resumes version_0: max_steps=5 reached"
+    for columns in ("40", "60", "80"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main(["runs", str(Path("runs").absolute())]) == 0
+        shown = capsys.readouterr().out
+        assert "…" not in shown
+        assert "version_0:" in shown.split()  # no word is broken
+    monkeypatch.delenv("COLUMNS")
     # plot takes each name as it is printed.
     for folder in ("runs", ".", "runs/version_1"):
         assert main(["plot", *(row[0] for row in listed(folder))]) == 0
