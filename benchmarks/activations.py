@@ -5,7 +5,7 @@
 
 A row is one fresh process, of some 60 s at most on an H200, and its result is written at once; rows that ``--out`` has are left out
 unless ``--again``.  All train at O5 with ``FusedAdam(state="8bit", masters="remainder")``, clipped to a norm of 1, with a head that
-stores no logits, on tokens that stay on the GPU.  The network is :func:`benchmarks.models.llama_8b` without its head's loss.
+stores no logits, on random tokens.  The network is :func:`benchmarks.models.llama_8b` without its head's loss.
 
 Step ms: between the ends of micro-batches on the GPU, after two; median.  TFLOP/s: 6 a parameter and token, without attention and
 without what is computed again.  Memory: torch's peaks of allocated and of reserved bytes after the first step.  Moved:

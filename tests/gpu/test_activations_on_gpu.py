@@ -160,11 +160,16 @@ class Slow(Deep):
 def test_memory_that_is_used_again_at_once_does_not_reach_copies(kind):
     """Other tensors take the memory of what is let go of, while the GPU is far behind the host."""
 
+    def spoil(*_):
+        torch.full((ROWS, 4 * WIDTH), float("nan"), dtype=torch.float32, device="cuda")
+
     class Churning(Slow):
         def training_step(self, batch, batch_idx):
-            for block in self.blocks:
-                block.register_forward_hook(lambda *_: torch.full((ROWS, 4 * WIDTH), float("nan"), device="cuda"))
-            return super().training_step(batch, batch_idx)
+            handles = [block.register_forward_hook(spoil) for block in self.blocks]
+            loss = super().training_step(batch, batch_idx)
+            for handle in handles:
+                handle.remove()
+            return loss
 
     def trained(make, activations):
         torch.manual_seed(3)
