@@ -124,7 +124,8 @@ def agent(precision):
     actor.scale = torch.tensor([0.3, 1.7], dtype=torch.float32)
     x = torch.randn(8, 4)
     with torch.no_grad():
-        print(precision, actor(x)[0].dtype, actor(x)[1].dtype, f"{float(actor(x)[0].double().sum()):.7f}")
+        for output in actor(x):  # the second is the input, cast to the precision and back
+            print(precision, output.dtype, f"{float(output.double().sum()):.7f}")
     temperature = nn.Parameter(torch.zeros(1))
     first = fabric.setup_optimizers(torch.optim.Adam(actor.parameters(), 0.1))
     second, third = fabric.setup_optimizers(
