@@ -8,15 +8,17 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
+from fabricamp._utils.files import replace_text
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.engine.report import environment_info
 from fabricamp.engine.report.run_file import process_start
-from fabricamp.loggers import CSVLogger
+from fabricamp.loggers import CSVLogger, run_folder
 from fabricamp.runs.listing import summarise
 from fabricamp.runs.reading import find_runs
 from tests.distributed.forked import start_forked
@@ -184,6 +186,25 @@ def test_a_fit_that_fails_before_its_first_step_is_a_run_that_failed():
     assert (content["step"], content["hyperparameters"]) == (0, {"place": "validation_step"})
     listed = summarise(Path("run"))
     assert (listed.status, listed.reason) == ("failed", "ValueError: no validation_step")
+
+
+def test_a_fit_that_fails_waits_for_what_its_logger_is_about_to_write(monkeypatch):
+    asked = threading.Event()
+
+    class Slow(CSVLogger):
+        def save(self):
+            asked.set()
+            super().save()
+
+    def write(path, text, **options):
+        assert asked.wait(10.0)
+        replace_text(path, text, **options)
+
+    monkeypatch.setattr(run_folder, "replace_text", write)
+    with pytest.raises(ValueError, match="no validation_step"):
+        fit(FailsBeforeItTrains(), logger=Slow(".", name="", version="run"))
+    assert written()["status"] == "failed"
+    assert Path("run/hparams.yaml").is_file()
 
 
 def test_a_failure_before_the_first_step_makes_no_folder_and_replaces_no_record():

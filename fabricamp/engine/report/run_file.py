@@ -27,11 +27,12 @@ from fabricamp.loggers.run_folder import RunFolderLogger, folder_of
 from fabricamp.state import TrainerFn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from fabricamp._utils.types import StateDict
     from fabricamp.engine.report.run_summary import RunSummary
     from fabricamp.engine.session import Session
+    from fabricamp.loggers.base import Logger
     from fabricamp.state import RunState
     from fabricamp.trainer import Trainer
     from fabricamp.watchdog import StopAgreement
@@ -55,6 +56,7 @@ class EarlyRecord:
         if folder is None or (folder / NAME).exists():
             return
         self._makes_folder = not folder.exists()
+        self._loggers = session.trainer.loggers
         with contextlib.suppress(Exception):  # the loop's file comes to the same, and tells of it
             _write(session.trainer, folder, {**_start(session, folder), "module": _name_of(session.module)})
             self.folder = folder
@@ -77,6 +79,7 @@ class EarlyRecord:
         folder, self.folder = self.folder, None
         if folder is None:
             return
+        _write_what_waits(self._loggers)  # a thread that is about to write needs the folder
         with contextlib.suppress(OSError):
             (folder / NAME).unlink()
             if self._makes_folder:
@@ -124,10 +127,15 @@ def _is_empty(session: Session, folder: Path, first: int) -> bool:
     """Returns whether a fit that had nothing left to train has written nothing into its folder but its file."""
     if not session.is_over or session.state.batches_done != first:
         return False
-    for logger in session.trainer.loggers:
-        if isinstance(logger, RunFolderLogger):
-            logger.save()  # what a hook has logged may wait in memory
+    _write_what_waits(session.trainer.loggers)
     return [one.name for one in folder.iterdir()] == [NAME]
+
+
+def _write_what_waits(loggers: Iterable[Logger]) -> None:
+    """Lets loggers with a folder write what hooks have logged, which may wait in memory."""
+    for logger in loggers:
+        if isinstance(logger, RunFolderLogger):
+            logger.save()
 
 
 def record_early_failure(session: Session, folder: Path | None, error: BaseException) -> None:
