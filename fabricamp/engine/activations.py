@@ -9,6 +9,8 @@ import contextlib
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
+import torch
+
 from fabricamp.engine.block_calls import BlockCall, would_change_twice
 from fabricamp.engine.compiled_calls import repeated_blocks
 from fabricamp.engine.offloading import Offloading
@@ -20,8 +22,9 @@ from fabricamp.torch_private import AnyBatchNorm, compiled_by_user, is_sharded, 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torch import nn
+    from torch import Tensor, nn
 
+    from fabricamp._utils.types import Batch, Output, Step
     from fabricamp.activations import Activations
     from fabricamp.engine.session import Session
 
@@ -98,6 +101,34 @@ class BlockActivations:
         self._changed.callback(offloading.close)
         return offloading
 
+    def watching(self, step: Step) -> Step:
+        """Returns ``step``; under a budget its first call raises :class:`ConfigError` if it draws random numbers of torch.
+
+        The compiler draws other numbers when it computes a dropout again within a budget, so that gradients would be wrong.
+        """
+        options = self._options
+        if options is None or options.memory_budget is None:
+            return step
+        seen = False
+        device = self._session.strategy.device
+
+        def run(*batch: Batch) -> Output:
+            nonlocal seen
+            if seen:
+                return step(*batch)
+            before = _states(device)
+            output = step(*batch)
+            if not all(map(torch.equal, before, _states(device))):
+                raise ConfigError(
+                    f"Activations(memory_budget={options.memory_budget}): training_step draws random numbers, as dropout does, and "
+                    "the compiler would draw others where it computes them again, for wrong gradients; give save='inputs' or "
+                    "'products' in place of it, set dropout to 0, or draw what is not dropout before the step"
+                )
+            seen = True
+            return output
+
+        return run
+
     def _refuses_budget(self, options: Activations) -> str:
         """Returns why no compiled code has a budget, and what to change; empty if some has."""
         compiling = self._session.settings.compile
@@ -120,6 +151,11 @@ _KEEP: Final = {
     "products": "keep products and attention, and compute the rest again in backward",
     "inputs": "keep their inputs, and compute the rest again in backward",
 }
+
+
+def _states(device: torch.device) -> list[Tensor]:
+    """Returns the states of torch's generators of the host and of ``device``."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 # -- which blocks ------------------------------------------------------------------------------------------------------------------

@@ -334,7 +334,7 @@ class Session(RunParts):
         with sharing_weights(self.precision, self.optimizers):
             self.step = self.strategy.wrap_module(
                 self.module,
-                self.compilation.training_step(),
+                self.activations.watching(self.compilation.training_step()),
                 automatic=automatic,
                 accumulates=self.settings.accumulates or sums,
             )

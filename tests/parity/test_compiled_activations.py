@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fabricamp import Activations, Compile
+from fabricamp import Activations, Compile, ConfigError
 from tests.distributed.ranks import import_compiler
 from tests.small import quiet_trainer
 from tests.trainer.test_activations import KINDS, Called, Deep, batches, deep_with, fitted
@@ -52,6 +52,15 @@ def test_a_block_that_cannot_be_compiled_as_a_whole_is_computed_again_eagerly(pa
     expected = trained("keep")
     torch.compiler.reset()
     assert torch.equal(trained(KINDS[kind]), expected)
+
+
+def test_a_budget_with_dropout_is_refused_before_the_first_backward():
+    """Gradients would be of other numbers than the forward's."""
+    module = Deep(dropout=0.1)
+    options = {"compile": Compile("blocks", backend="aot_eager_decomp_partition"), "max_epochs": 1}
+    with pytest.raises(ConfigError, match=r"memory_budget=0.5\): training_step draws random numbers, as dropout does"):
+        quiet_trainer(activations=Activations(memory_budget=0.5), **options).fit(module, batches(1))
+    assert all(one.grad is None for one in module.parameters())
 
 
 @pytest.mark.slow
