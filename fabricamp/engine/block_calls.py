@@ -46,6 +46,8 @@ class BlockCall:
         self._options = options
         self._offloading = offloading
         self._checked = not options.recomputes
+        self._failure: BaseException | None = None
+        """What a forward has raised, until torch's checkpoint has ended."""
         self._how: dict[str, Any] = {"context_fn": products_kept} if options.save == "products" else {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -87,17 +89,36 @@ class BlockCall:
         if kwargs:  # torch keeps positional tensors alone where hooks of saved tensors see them
             forward = partial(_by_keyword, forward, tuple(kwargs))
             args = (*args, *kwargs.values())
-        return checkpoint(forward, *args, use_reentrant=False, **self._how)
+        output = checkpoint(forward, *args, use_reentrant=False, **self._how)
+        if self._failure is not None:
+            self._raise_failure()
+        return output
 
     def _forward_or_repeated(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the repetition becomes a part of the code
             return self._forward(*args, **kwargs)
         before = REPEATING.on
-        REPEATING.on = current_backward() != -1
+        repeats = current_backward() != -1
+        REPEATING.on = repeats
         try:
             return self._forward(*args, **kwargs)
+        except BaseException as error:
+            if repeats:
+                raise
+            # Before 2.13, torch's hooks of saved tensors stay on after an error, for as long as its traceback lives.
+            self._failure = error
+            return None
         finally:
             REPEATING.on = before
+
+    def _raise_failure(self) -> None:
+        failure = self._failure
+        self._failure = None
+        assert failure is not None
+        try:
+            raise failure
+        finally:
+            del failure  # its traceback holds this frame
 
     def _first_call(self, args: Any, kwargs: Any) -> Any:
         """Raises :class:`ConfigError` if ``forward`` changes what a second one would find changed."""

@@ -12,9 +12,11 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from torch.utils.checkpoint import noop_context_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabricamp import Activations, Callback, Compile, ConfigError, Float8, Loop, Trainer, TrainingModule
+from fabricamp.engine import block_calls
 from fabricamp.engine.offloading import LEAST_BYTES, HostMemory
 from fabricamp.strategies import FSDP
 from tests.distributed.ranks import run_ranks
@@ -547,6 +549,42 @@ def test_a_plan_counts_what_is_computed_again_and_says_what_it_does_not():
     assert not any("counted as kept" in note for note in again.notes)
     budget = plan(Activations(memory_budget=0.5), "blocks")
     assert "memory_budget=0.5" in budget.notes[-1]
+
+
+class Failing(Block):
+    fails = False
+
+    def forward(self, x, *, scale):
+        x = super().forward(x, scale=scale)
+        if self.fails:
+            raise ArithmeticError("of the block")
+        return x
+
+
+def checkpoint_before_2_13(function, *args, use_reentrant, context_fn=noop_context_fn):
+    rest = torch.utils.checkpoint._checkpoint_without_reentrant_generator(
+        function, True, context_fn, "default", False, True, *args
+    )
+    next(rest)
+    output = function(*args)
+    with pytest.raises(StopIteration):
+        next(rest)
+    return output
+
+
+@pytest.mark.parametrize("kind", ["recompute", "products", "inputs elsewhere"])
+def test_an_error_in_a_block_leaves_nothing_behind(kind, monkeypatch):
+    """Its traceback lives on, as in a notebook."""
+    monkeypatch.setattr(block_calls, "checkpoint", checkpoint_before_2_13)
+    module = Deep(dropout=0.0)
+    module.blocks = nn.ModuleList([Failing(0.0) for _ in range(4)])
+    module.blocks[2].fails = True
+    with pytest.raises(ArithmeticError, match="of the block") as caught:
+        quiet_trainer(activations=KINDS[kind], max_steps=2).fit(module, loader())
+    module.first(torch.ones(512, 8)).tanh().sum().backward()
+    module.blocks[2].fails = False
+    assert caught.value.__traceback__ is not None
+    quiet_trainer(activations=KINDS[kind], max_steps=2).fit(module, loader())
 
 
 def test_the_default_leaves_modules_alone():
