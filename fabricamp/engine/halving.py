@@ -174,12 +174,13 @@ class HalvingUpdate(Update):
         self._past_backward = False
         before = digests(self._own()) if self._is_first else None
         result: tuple[Output, Tensor | None] | None = None
+        given = _marks(part.batch)
         try:
             result = self.forward_backward(part.batch, batch_idx, earlier)
         except (RuntimeError, MemoryError) as error:
             if self._past_backward or not is_out_of_memory(error):
                 raise
-            self._note_failure(part, error)
+            self._note_failure(part, error, edited=_marks(part.batch) != given)
             drop_frames(error)
         finally:
             if result is None:
@@ -262,8 +263,11 @@ class HalvingUpdate(Update):
             return None
         return loader.batch_size
 
-    def _note_failure(self, part: _Part, error: BaseException) -> None:
-        """Notes the size of a part that did not fit, and says so; raises ``error`` with a note if the part cannot be cut."""
+    def _note_failure(self, part: _Part, error: BaseException, *, edited: bool) -> None:
+        """Notes the size of a part that did not fit, and says so; raises ``error`` with a note if the part cannot be cut.
+
+        ``edited``: forward or backward have changed the batch, which is not undone.
+        """
         reason = ""
         samples = 0
         try:
@@ -272,6 +276,11 @@ class HalvingUpdate(Update):
             reason = f"the batch cannot be cut in two: {problem}"
         if samples == 1:
             reason = "one sample alone does not fit, and cannot be cut"
+        if edited:
+            reason = (
+                "the batch was changed in place before memory ended, and would be changed again; change a copy of it in "
+                "training_step, or the batch itself in on_after_batch_transfer"
+            )
         layer = next(
             (one for one in self._parts.module.modules() if isinstance(one, AnyBatchNorm) and one.training), None
         )
@@ -406,6 +415,11 @@ class _Undo:
             else:
                 weights.total.copy_(self._weights[0])
                 weights.number = self._weights[1]
+
+
+def _marks(batch: Batch) -> list[tuple[int, int]]:
+    """Returns which tensors a batch has, and their counters of writes: equal only if neither was changed."""
+    return [(id(one), 0 if one.is_inference() else one._version) for one in tensors_within(batch)]
 
 
 def _elements(batch: Batch) -> int:

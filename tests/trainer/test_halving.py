@@ -310,6 +310,22 @@ def test_channels_are_not_taken_for_samples():
     assert "first dimension of 3, and the loader's batch_size is 8" in notes_of(caught.value)
 
 
+@pytest.mark.parametrize("change", ["values", "entries"])
+def test_a_batch_that_a_failed_attempt_has_changed_is_not_run_again(change):
+    class Scales(Net):
+        def training_step(self, batch, batch_idx):
+            if change == "values":
+                batch["x"].mul_(2)
+            else:
+                batch["x"] = batch["x"] * 2
+            return super().training_step((batch["x"], batch["y"]), batch_idx)
+
+    x, y = data(8).tensors
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        quiet_trainer(max_epochs=1, on_out_of_memory="halve").fit(Scales(4), [{"x": x, "y": y}])
+    assert "the batch was changed in place before memory ended" in notes_of(caught.value)
+
+
 class Fails(torch.optim.SGD):
     def step(self, closure=None):
         raise torch.OutOfMemoryError("out of memory in the update")
