@@ -67,7 +67,7 @@ def test_importing_brings_nothing_heavy_and_missing_extras_are_named(fresh):
     heavy |= {"mlflow", "wandb"}
     assert not {name.partition(".")[0] for name in found["brought"]} & heavy
     assert found["MLFlowLogger"] == (
-        "ModuleNotFoundError: MLFlowLogger needs MLflow, which is not installed: pip install mlflow-skinny"
+        "NotInstalledError: MLFlowLogger needs MLflow, which is not installed: pip install mlflow-skinny"
     )
     assert "pip install wandb" in found["WandbLogger"]
 

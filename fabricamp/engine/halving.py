@@ -31,7 +31,7 @@ from fabricamp.rng import capture_rng, restore_rng, snapshot_rng
 from fabricamp.torch_private import AnyBatchNorm
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
     from fabricamp._utils.types import Batch, Output
     from fabricamp.engine.loop import FitParts
@@ -62,6 +62,9 @@ class _Part:
     batch: Batch
     share: float = 1.0
     samples: int | None = None
+    start: int = 0
+    """The number of its first sample in ``whole``, the micro-batch; None: it is all of it."""
+    whole: _Part | None = None
 
 
 class HalvingUpdate(Update):
@@ -242,7 +245,7 @@ class HalvingUpdate(Update):
 
     def _is_known_as_too_large(self, part: _Part) -> bool:
         """Whether a part with as many samples, each of as many elements, or fewer, did not fit before."""
-        if not self._too_large:
+        if not self._too_large or self._training_batch_norm() is not None:
             return False
         try:
             samples = self._samples_of(part)
@@ -253,15 +256,23 @@ class HalvingUpdate(Update):
 
     def _samples_of(self, part: _Part) -> int:
         if part.samples is None:
-            part.samples = samples_in(part.batch, self._expected_samples())
+            part.samples = samples_in(part.batch, *self._expected_samples())
         return part.samples
 
-    def _expected_samples(self) -> int | None:
-        """Returns the number of samples that this batch has by its loader; None: the loader does not say."""
+    def _expected_samples(self) -> tuple[int | None, Container[int]]:
+        """Returns the loader's batch size, None if it has none, and other numbers of samples that this batch may have."""
         loader = self._parts.loader
-        if self._last or type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
-            return None
-        return loader.batch_size
+        if type(loader) is not DataLoader or loader.batch_size is None:
+            return None, ()
+        size = loader.batch_size
+        if isinstance(loader.dataset, IterableDataset):
+            return size, range(1, size)  # the last batch of any worker
+        if not self._last:
+            return size, ()
+        try:
+            return size, {len(loader.sampler) % size}  # type: ignore[arg-type]  # many have a length
+        except TypeError:
+            return size, range(1, size)
 
     def _note_failure(self, part: _Part, error: BaseException, *, edited: bool) -> None:
         """Notes the size of a part that did not fit, and says so; raises ``error`` with a note if the part cannot be cut.
@@ -281,9 +292,7 @@ class HalvingUpdate(Update):
                 "the batch was changed in place before memory ended, and would be changed again; change a copy of it in "
                 "training_step, or the batch itself in on_after_batch_transfer"
             )
-        layer = next(
-            (one for one in self._parts.module.modules() if isinstance(one, AnyBatchNorm) and one.training), None
-        )
+        layer = self._training_batch_norm()
         if layer is not None:
             reason = f"a {type(layer).__name__} is in training, whose statistics are those of the whole batch"
         if reason:
@@ -304,14 +313,23 @@ class HalvingUpdate(Update):
             else "their losses are weighted by samples, as is right for a mean over samples; return (sum, weight) for another",
         )
 
+    def _training_batch_norm(self) -> torch.nn.Module | None:
+        layers = self._parts.module.modules()
+        return next((one for one in layers if isinstance(one, AnyBatchNorm) and one.training), None)
+
     def _halves(self, part: _Part) -> list[_Part]:
         samples = self._samples_of(part)
         middle = samples - samples // 2
+        # Of the whole: what has one value for each of its samples may have as many as a part by chance.
+        whole = part.whole or part
+        of_whole = self._samples_of(whole)
         return [
             _Part(
-                batch=cut(part.batch, samples, start, stop),
+                batch=cut(whole.batch, of_whole, part.start + start, part.start + stop),
                 share=part.share * (stop - start) / samples,
                 samples=stop - start,
+                start=part.start + start,
+                whole=whole,
             )
             for start, stop in ((0, middle), (middle, samples))
         ]

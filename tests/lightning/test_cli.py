@@ -17,6 +17,7 @@ from fabricamp import CheckpointError, DataModule, Trainer, TrainingModule
 from fabricamp.errors import ConfigError, NotInstalledError
 from fabricamp.lightning import names
 from fabricamp.lightning.cli import left_out
+from fabricamp.loggers import CSVLogger
 from tests.distributed.forked import start_forked
 from tests.distributed.scripts import finish
 from tests.lightning.run import HERE, nearly
@@ -73,6 +74,12 @@ def made(*args, kind=None, model=Net, data=Data, **options):
     defaults = {**QUIET, **options.pop("trainer_defaults", {})}
     options = {"run": False, "save_config_callback": None, "seed_everything_default": False, **options}
     return kind(model, data, args=[*args], trainer_defaults=defaults, **options)
+
+
+def test_a_short_name_is_the_trainers_logger_beside_fabrics(alias):
+    assert alias("lightning.fabric.loggers").CSVLogger is not CSVLogger
+    cli = made("--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs", trainer_defaults={"logger": None})
+    assert type(cli.trainer.logger) is CSVLogger
 
 
 def test_prints_what_lightning_printed(tmp_path, monkeypatch):

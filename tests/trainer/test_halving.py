@@ -310,6 +310,53 @@ def test_channels_are_not_taken_for_samples():
     assert "first dimension of 3, and the loader's batch_size is 8" in notes_of(caught.value)
 
 
+def test_time_is_not_taken_for_samples_in_the_last_batch_either():
+    class Sequences(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step((batch[0].sum(0), batch[0].sum(0)[:, :1]), batch_idx)
+
+    for last in (4, 3):
+        whole = [torch.zeros(6, 3, dtype=FP64) for _ in range(4 + last)]
+        loader = DataLoader(whole, batch_size=4, collate_fn=lambda rows: (torch.stack(rows, 1),))
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            quiet_trainer(max_epochs=1, on_out_of_memory="halve").fit(Sequences(last - 1), loader)
+        assert "first dimension of 6, and the loader's batch_size is 4" in notes_of(caught.value)
+
+
+def test_as_many_numbers_as_samples_are_refused_and_texts_cut_with_the_whole():
+    seen = []
+
+    class Sized(Net):
+        def training_step(self, batch, batch_idx):
+            seen.append((tuple(batch["names"]), batch["hw"]))
+            return super().training_step((batch["x"], batch["y"]), batch_idx)
+
+    x, y = data(4).tensors
+    batch = {"x": x, "y": y, "names": ["a", "b", "c", "d"], "hw": (224, 112)}
+    quiet_trainer(max_epochs=1, on_out_of_memory="halve").fit(Sized(1), [batch])
+    assert [names for names, _ in seen[-1:]] == [("d",)]
+    assert {hw for _, hw in seen} == {(224, 112)}  # also in parts of two samples
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        quiet_trainer(max_epochs=1, on_out_of_memory="halve").fit(Sized(1), [{**batch, "hw": (1, 2, 3, 4)}])
+    assert "a tuple of 4 values, as many as samples" in notes_of(caught.value)
+
+
+def test_batch_norm_that_is_put_into_training_later_is_never_run_in_parts():
+    class Late(Net):
+        def __init__(self, most):
+            super().__init__(most)
+            self.norm = nn.BatchNorm1d(3, dtype=FP64).eval()
+
+        def training_step(self, batch, batch_idx):
+            self.norm.train(batch_idx > 0)
+            self.norm(batch[0].detach())
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        quiet_trainer(max_epochs=1, on_out_of_memory="halve").fit(Late(4), DataLoader(data(24), batch_size=8))
+    assert "a BatchNorm1d is in training" in notes_of(caught.value)
+
+
 @pytest.mark.parametrize("change", ["values", "entries"])
 def test_a_batch_that_a_failed_attempt_has_changed_is_not_run_again(change):
     class Scales(Net):

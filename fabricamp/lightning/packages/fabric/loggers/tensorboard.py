@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import os
 
 
-class TensorBoardLogger(loggers.TensorBoardLogger):
+class _TensorBoardLogger(loggers.TensorBoardLogger):
     """Logs to ``root_dir/name/version_N``."""
 
     def __init__(
@@ -24,3 +24,7 @@ class TensorBoardLogger(loggers.TensorBoardLogger):
         **options: Any,
     ) -> None:
         super().__init__(root_dir, name, version, prefix, default_hp_metric, sub_dir=sub_dir, **options)
+
+
+TensorBoardLogger = _TensorBoardLogger
+"""A class of this name would be a second one beside the Trainer's, for the short name in a command line or a configuration."""
