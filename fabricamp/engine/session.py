@@ -29,7 +29,7 @@ from fabricamp.checkpoint.plain import stages_as_text
 from fabricamp.data import draw_a_pass, release_workers, set_epoch, set_sampler_epoch
 from fabricamp.data.lengths import without
 from fabricamp.engine.activations import BlockActivations
-from fabricamp.engine.checks.model_checks import warn_of_oversights
+from fabricamp.engine.checks.model_checks import refuse_layers_without_weights, warn_of_oversights
 from fabricamp.engine.checks.monitors import MonitorLook
 from fabricamp.engine.checks.optimizer_states import StateLook, check_states, keeps_others
 from fabricamp.engine.checks.sharding_checks import check_saving, shard_module
@@ -208,6 +208,7 @@ class Session(RunParts):
         self._place_model(loaded=ckpt_path is not None)
         if fits:
             keep_samples_of_a_step(self)
+            refuse_layers_without_weights(self.module)
             self._configure_optimizers()
             # Callbacks first: they add parameter groups and replace the schedule, to which the states restored below belong.
             self._restore(*CALLBACKS)

@@ -316,7 +316,7 @@ def test_time_is_not_taken_for_samples_in_the_last_batch_either():
             return super().training_step((batch[0].sum(0), batch[0].sum(0)[:, :1]), batch_idx)
 
     for last in (4, 3):
-        whole = [torch.zeros(6, 3, dtype=FP64) for _ in range(4 + last)]
+        whole = [torch.zeros(6, 3, dtype=FP64) for _ in range(last)]
         loader = DataLoader(whole, batch_size=4, collate_fn=lambda rows: (torch.stack(rows, 1),))
         with pytest.raises(torch.OutOfMemoryError) as caught:
             quiet_trainer(max_epochs=1, on_out_of_memory="halve").fit(Sequences(last - 1), loader)

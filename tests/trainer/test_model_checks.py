@@ -319,3 +319,18 @@ def test_a_flag_of_log_that_is_none():
 
     with pytest.raises(ConfigError, match=r"self.log\('loss', on_epoch='yes'\): give True or False"):
         fit(variant(training_step=step))
+
+
+@pytest.mark.parametrize("precision", ["O0", "O1", "O4"])
+def test_a_layer_that_makes_its_weights_later_is_refused_until_it_has_them(precision):
+    class Lazy(Classifier):
+        def __init__(self, *, ready):
+            super().__init__()
+            self.late = torch.nn.LazyLinear(2)
+            if ready:
+                with torch.no_grad():
+                    self.late(torch.zeros(1, 2))
+
+    with pytest.raises(ConfigError, match=r"'late' \(LazyLinear\) has no weights before its first forward"):
+        quiet_trainer(max_steps=1, precision=precision).fit(Lazy(ready=False), loader())
+    quiet_trainer(max_steps=1, precision=precision).fit(Lazy(ready=True), loader())

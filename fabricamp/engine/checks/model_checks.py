@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fabricamp.arguments.migration import hinted_hooks
@@ -107,6 +108,17 @@ def returns_nothing(call: object) -> bool:
         if instruction.opname in ("RETURN_VALUE", "RETURN_CONST")
     ]
     return bool(loads) and all(load.opname.endswith("_CONST") and load.argval is None for load in loads)
+
+
+def refuse_layers_without_weights(module: Module) -> None:
+    """Raises :class:`ConfigError` for a lazy layer: a fit builds on weights that such a layer makes in its first forward."""
+    for name, layer in module.named_modules():
+        if any(is_lazy(one) for one in layer.parameters(recurse=False)):
+            raise ConfigError(
+                f"{name!r} ({type(layer).__name__}) has no weights before its first forward, and optimizer, levels and strategies "
+                "build on them; run one batch through it under torch.no_grad(), at the end of the module's __init__ or in "
+                "configure_model"
+            )
 
 
 def warn_of_oversights(
