@@ -184,7 +184,8 @@ def note_of(error: BaseException, parts: RunParts) -> str:
     use = kept_memory(parts)
     sentences = []
     if device.type == "cuda":
-        allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        allocated = torch.cuda.memory_allocated(device)
+        peak = torch.cuda.max_memory_allocated(device)
         total = torch.cuda.get_device_properties(device).total_memory
         use.others = max(peak - use.kept, 0)
         sentences.append(f"{shown(allocated)} were allocated, {shown(peak)} at the peak so far, of {shown(total)}")

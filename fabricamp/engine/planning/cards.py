@@ -52,7 +52,9 @@ def card_of(name: str | None) -> Card:
     known = ", ".join(CARDS)
     if name is None:
         if not torch.cuda.is_available():
-            raise ConfigError(f"plan needs to know the GPU, and this machine has none; give card=, one of {known}")
+            raise ConfigError(
+                f"plan needs to know the GPU, and this machine has none; give card= (--card on the command line), one of {known}"
+            )
         facts = torch.cuda.get_device_properties(0)
         hopper_or_later = torch.cuda.get_device_capability(0) >= (9, 0)
         return Card(facts.name, facts.total_memory, _HOPPER if hopper_or_later else _OTHERS)

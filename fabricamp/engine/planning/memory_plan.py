@@ -184,7 +184,8 @@ class _WithoutMemory(Strategy):
 @contextlib.contextmanager
 def _as_single_on_cpu(trainer: Trainer, module: nn.Module) -> Iterator[Compile | None]:
     """Makes the Trainer one of a single process on the host, without callbacks and loggers; yields what it was to compile."""
-    strategy, device_type = trainer.strategy, trainer.device_type
+    strategy = trainer.strategy
+    device_type = trainer.device_type
     runner = trainer._runner
     with runner.isolated(cast("TrainingModule", module), []):
         settings = runner.settings

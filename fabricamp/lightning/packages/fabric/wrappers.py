@@ -58,7 +58,8 @@ class _FabricModule(nn.Module):
     def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         dtype = self._fabric._input_dtype
         if dtype is not None:
-            args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
+            args = cast_floating(args, dtype)
+            kwargs = cast_floating(kwargs, dtype)
         outputs = self._fabric._forward(self._original_module, partial(function, *args, **kwargs))
         return cast_floating(outputs, torch.get_default_dtype()) if self._fabric._casts_outputs else outputs
 
